@@ -1,0 +1,1 @@
+"""The NVIDIA backend: a manifest and one adapter file per family and library."""

@@ -1,0 +1,1 @@
+"""The reference backend: every contract in plain torch. It is the definition of correct."""

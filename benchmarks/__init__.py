@@ -1,0 +1,1 @@
+"""Benchmarks: one file per op family, and the end-to-end ones."""

@@ -1,0 +1,1 @@
+"""The engine: scheduler, cache manager, runner and sampler."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton and TileLang that run on both vendors. They know nothing of the HAL."""

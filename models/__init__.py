@@ -1,0 +1,1 @@
+"""The networks, written with torch and hal.ops only."""

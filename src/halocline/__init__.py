@@ -1,0 +1,1 @@
+"""Halocline: DeepSeek-V4 inference with the same model code on NVIDIA and AMD."""
