@@ -1,0 +1,1 @@
+"""The lessons of the graded model, one module each."""
