@@ -1,0 +1,37 @@
+"""The table of commands: name, where it lives, one line of help. Nothing here imports a command.
+
+To add a command, write ``cli/<name>.py`` with one function (its parameters, annotated for typer, are the command's
+options; its docstring is the help) and add one line to `COMMANDS`. For a command with sub-commands the target is a
+`typer.Typer` object. The file is imported when its command runs, never before; even so, it imports torch and other
+heavy modules inside its functions, so that ``halocline NAME --help`` stays quick.
+
+A command returns None, or the exit status as an int (0 fine, 1 failed, 2 asked for something impossible). Errors of
+`halocline.hal.errors` may pass through: `halocline.cli.main` turns them into a message and an exit status.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["COMMANDS", "Command"]
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of the table.
+
+    Attributes:
+        name: What the user types.
+        target: ``package.module:attribute``, a function or a `typer.Typer`.
+        help: One line for ``halocline --help``.
+    """
+
+    name: str
+    target: str
+    help: str
+
+
+COMMANDS: tuple[Command, ...] = (
+    # name, target, help: in the order in which ``halocline --help`` lists them.
+    Command("env", "halocline.cli.env:env", "List the settings, their values and where each value comes from."),
+)
