@@ -18,3 +18,4 @@ SKIES = tuple("sunny cloudy windy rainy foggy".split())
 ROOMS = tuple("kitchen hall garden tower".split())
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 ALL_PLAIN = ADJECTIVES + ANIMALS + THINGS + FOODS + PLACES
+ALL_WORDS = ALL_PLAIN + NAMES + TOWNS + JOBS + TIMES + SKIES + ROOMS
