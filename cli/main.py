@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -19,6 +17,8 @@ from halocline import __version__
 from halocline.cli.commands import COMMANDS
 from halocline.cli.lazy import LazyGroup
 from halocline.hal.errors import HaloclineError
+from halocline.hal.logs import configure
+from halocline.hal.settings import process_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,12 +66,14 @@ def _build() -> LazyGroup:
 
 
 def _set_verbosity(ctx: typer.Context, value: int) -> int:
-    """Configures logging; called once for the options before the command's name and once for those after it."""
+    """Reads the settings, which stops here if one is wrong, and configures logging.
+
+    typer calls this once for the options before the command's name and once for those after it.
+    """
     invocation = ctx.find_object(_Invocation)
     if invocation is not None and not ctx.resilient_parsing:
         invocation.verbosity = max(invocation.verbosity, value)
-        if find_spec("halocline.hal.logs") is not None:
-            import_module("halocline.hal.logs").configure(invocation.verbosity)
+        configure(max(invocation.verbosity, process_settings().verbosity))
     return value
 
 

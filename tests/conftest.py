@@ -44,7 +44,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
+    return host in {"localhost", "::1"} or host.startswith("127.")
 
 
 # ---- devices ----------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--skip-limit",
         action="store_true",
-        help="fail when more tests are skipped than tests/skips_allowed.txt says, or a skip does not name what it needs",
+        help="fail when more tests are skipped than tests/skips_allowed.txt says, or one does not say what it needs",
     )
 
 
@@ -118,7 +118,7 @@ def _skip_faults(config: pytest.Config) -> list[str]:
         if not (reason := _reason(report)).startswith(("needs ", "could not import"))
     ]
     if len(skips) > _allowed():
-        faults.append(f"{len(skips)} tests were skipped, {_allowed()} are allowed; raise tests/skips_allowed.txt on purpose")
+        faults.append(f"{len(skips)} tests were skipped, {_allowed()} are allowed by tests/skips_allowed.txt")
     return faults
 
 

@@ -28,8 +28,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use (PEP 562)."""
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'halocline' has no attribute {name!r}; public names: {', '.join(sorted(__all__))}")
-    from importlib import import_module  # noqa: PLC0415 (loaded only when a public name is used)
+        raise AttributeError(f"module 'halocline' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    from importlib import import_module
 
     value = getattr(import_module(home), name)
     globals()[name] = value

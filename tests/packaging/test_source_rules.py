@@ -6,7 +6,9 @@ Each rule is a function from a parsed file to its faults, so that a planted faul
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -83,25 +85,28 @@ def environment_reads(source: Source) -> Iterator[str]:
     if source.place == "hal/settings.py":
         return
     for node in source.nodes():
-        imports = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) and node.module == "os" else []
-        if _dotted(node) in {"os.environ", "os.getenv"} or {"environ", "getenv"} & set(imports):
+        from_os = isinstance(node, ast.ImportFrom) and node.module == "os"
+        imported = {alias.name for alias in node.names} if from_os else set()
+        if _dotted(node) in {"os.environ", "os.getenv"} or {"environ", "getenv"} & imported:
             yield f"{source.place}:{node.lineno}: reads the environment; add a setting to hal/settings.py"
 
 
 # Facts about devices live here and nowhere else.
 DEVICE_FACTS = ("hal/device.py", "hal/profiles.py", *BACKENDS)
 ARCH = re.compile(r"(?<![a-z0-9])(sm_?\d{2,3}a?|gfx\d{3,4}[a-z]?|MI\d{3}X?|H[12]00|B[12]00)(?![a-z0-9])", re.IGNORECASE)
-VENDOR_TESTS = {"is_hip", "is_cuda", "is_rocm", "torch.version.hip", "torch.version.cuda"}
+VENDOR_TESTS = {"is_hip", "is_cuda", "is_rocm"}
+VENDOR_VERSIONS = {"torch.version.hip", "torch.version.cuda"}
+TOOLS = ("benchmarks", "training")  # run on a machine that the person who starts them names
 
 
 def device_questions(source: Source) -> Iterator[str]:
     """Nothing asks which vendor or architecture it runs on, but the places that hold facts about devices."""
-    if source.place.startswith(DEVICE_FACTS) or source.folder in {"benchmarks"}:
+    if source.place.startswith(DEVICE_FACTS) or source.folder in TOOLS:
         return
     for node in source.nodes():
-        name = _dotted(node)
-        if name in VENDOR_TESTS or name.split(".")[-1] in {"is_hip", "is_rocm"}:
-            yield f"{source.place}:{node.lineno}: asks for the vendor with {name}; ask the HAL for what is needed"
+        name = getattr(node, "attr", None) or getattr(node, "id", None)
+        if name in VENDOR_TESTS or _dotted(node) in VENDOR_VERSIONS:
+            yield f"{source.place}:{getattr(node, 'lineno', 0)}: asks for the vendor; ask the HAL for what is needed"
     for line, text in _strings(source):
         if text in {"cuda", "hip"} or text.startswith(("cuda:", "hip:")):
             yield f"{source.place}:{line}: names the device {text!r}; take the device from the HAL"
@@ -110,8 +115,8 @@ def device_questions(source: Source) -> Iterator[str]:
 
 
 VENDOR_WORDS = re.compile(
-    r"nvidia|rocm|hopper|blackwell|flash_?mla|flashinfer|deep_?gemm|aiter|tilelang|sgl_kernel|humming|\btriton\b"
-    r"|\bamd\b|\bhip\b|\bcuda\b|\bgfx\d|\bsm_\d",
+    r"nvidia|rocm|hopper|blackwell|flash[_ ]?mla|flashinfer|deep[_ ]?gemm|aiter|tilelang|sgl[_ ]kernel|humming"
+    r"|\b(triton|amd|hip|cuda)\b|\b(gfx|sm_)\d",
     re.IGNORECASE,
 )
 
@@ -167,9 +172,11 @@ def swallowed_errors(source: Source) -> Iterator[str]:
 
 
 def unfinished(source: Source) -> Iterator[str]:
-    """No stub and no note to self."""
+    """No stub and no note to self; the contracts in hal/ops have no body by design."""
+    is_contract = source.place.startswith("hal/ops/")
     for number, line in enumerate(source.lines, 1):
-        if re.search(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError", line):
+        is_stub = "raise NotImplementedError" in line and not is_contract
+        if is_stub or re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line):
             yield f"{source.place}:{number}: unfinished: {line.strip()}"
 
 
@@ -180,10 +187,15 @@ def names_that_say_nothing(source: Source) -> Iterator[str]:
 
 
 def not_ascii(source: Source) -> Iterator[str]:
-    """Code is ASCII; other characters are written as escapes."""
-    for number, line in enumerate(source.lines, 1):
-        if not line.isascii():
-            yield f"{source.place}:{number}: not ASCII: {line.strip()}"
+    """Names, comments and docstrings are ASCII; other strings are data and may hold what they must."""
+    for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
+        is_string = token.type == tokenize.STRING or tokenize.tok_name[token.type].startswith("FSTRING")
+        if not is_string and not token.string.isascii():
+            yield f"{source.place}:{token.start[0]}: not ASCII: {token.string}"
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in source.nodes():
+        if isinstance(node, documented) and not (ast.get_docstring(node) or "").isascii():
+            yield f"{source.place}:{node.body[0].lineno}: docstring is not ASCII"
 
 
 def missing_annotations_import(source: Source) -> Iterator[str]:
@@ -229,6 +241,7 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (device_questions, "engine/a.py", "device = 'cuda'"),
     (device_questions, "hal/a.py", "arch = 'gfx942'"),
     (device_questions, "kernels_portable/a.py", "if is_hip(): pass"),
+    (device_questions, "models/a.py", "x = rows().is_cuda"),
     (vendor_words, "models/a.py", "name = 'use flashinfer here'"),
     (vendor_words, "engine/a.py", "use_deep_gemm = True"),
     (long_files, "hal/a.py", "\n" * 401),
@@ -236,8 +249,10 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (long_functions, "hal/a.py", "def f():\n" + "    x = 1\n" * 60),
     (swallowed_errors, "hal/a.py", "try:\n    x = 1\nexcept Exception:\n    pass"),
     (unfinished, "hal/a.py", "x = 1  # TO" + "DO later"),
+    (unfinished, "hal/a.py", "def f():\n    raise NotImplementedError"),
     (names_that_say_nothing, "models/utils.py", ""),
-    (not_ascii, "hal/a.py", "x = '\u00e9'"),
+    (not_ascii, "hal/a.py", "x = 1  # \u00e9"),
+    (not_ascii, "hal/a.py", "def f():\n    '''Doc \u00e9.'''"),
     (missing_annotations_import, "hal/a.py", "import os"),
     (heavy_imports_of_hal, "hal/a.py", "import torch"),
 ]
@@ -255,6 +270,8 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (vendor_words, "models/a.py", "def f():\n    '''Rows as FlashMLA stores them.'''"),
     (long_files, "kernels_portable/a.py", "# size: one kernel\n" + "\n" * 400),
     (long_functions, "hal/a.py", "def f():\n    '''Doc.\n" + "\n" * 80 + "    '''\n    return 1"),
+    (not_ascii, "engine/a.py", "x = '<\uff5cUser\uff5c>'"),
+    (unfinished, "hal/ops/a.py", "def f():\n    raise NotImplementedError"),
     (missing_annotations_import, "hal/a.py", "'''Doc.'''\n" + FUTURE + "import os"),
     (missing_annotations_import, "hal/__init__.py", "'''Doc.'''"),
     (heavy_imports_of_hal, "hal/a.py", "if TYPE_CHECKING:\n    import torch"),
