@@ -1,0 +1,151 @@
+"""Rows of training tokens: exercises end to end, each row a pure function of its number.
+
+A row is stored as uint16. The low ten bits are the token; the two above say what the token is to
+the loss, so a file of rows needs no second file of masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import deepseek_recipe as recipe
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from halocline.training.lessons.lookup import make_lookup_of
+from halocline.training.lessons.prose import make_text
+from halocline.training.lessons.registry import LESSONS
+from halocline.training.render import encode_item
+from halocline.training.split import Split, random_for
+from halocline.training.stages import Stage
+from halocline.training.tokenizer import CONTROL_TOKENS
+
+__all__ = ["KIND_PROMPT", "KIND_REPLY", "KIND_TEXT", "Batch", "Encoder", "batch_at", "make_rows", "token_kinds"]
+
+Row = NDArray[np.uint16]
+
+KIND_PROMPT, KIND_REPLY, KIND_TEXT = 0, 1, 2
+_KIND_SHIFT = 10
+_TOKEN_MASK = (1 << _KIND_SHIFT) - 1
+
+_BOS, _EOS = 0, 1
+_ASSISTANT = CONTROL_TOKENS.index("<｜Assistant｜>")
+_MAX_ITEMS_PER_ROW = 1024
+_MAX_REFUSALS = 6
+_SMALLEST_TEXT = 16
+
+
+class Batch(NamedTuple):
+    """One step's input: `targets` is `tokens` one place on, `kinds` is what each target is."""
+
+    tokens_BT: NDArray[np.int64]
+    targets_BT: NDArray[np.int64]
+    kinds_BT: NDArray[np.uint8]
+
+
+class Encoder:
+    """The tokenizer of a folder, as the recipe uses it for prompts and as plain text needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        self.recipe = recipe.DeepseekV4Encoding().with_tokenizer(recipe.Tokenizer.from_str(text))
+        self.tokenizer = Tokenizer.from_str(text)
+
+
+def token_kinds(ids: Sequence[int]) -> NDArray[np.uint16]:
+    """Mark the tokens that a model has to produce.
+
+    A reply begins after `<｜Assistant｜>` and the think token that belongs to the prompt, and ends
+    with the end token, which it includes. Earlier replies of the same conversation count too.
+    """
+    array = np.asarray(ids)
+    kinds = np.zeros(len(array), dtype=np.uint16)
+    ends = np.flatnonzero(array == _EOS)
+    for start in np.flatnonzero(array == _ASSISTANT):
+        end = ends[np.searchsorted(ends, start)]
+        kinds[start + 2 : end + 1] = KIND_REPLY
+    return kinds
+
+
+def _pack(ids: Sequence[int], kinds: NDArray[np.uint16]) -> Row:
+    return np.asarray(ids, dtype=np.uint16) | (kinds << _KIND_SHIFT)
+
+
+def _text_row(encoder: Encoder, seed: int, index: int, split: Split, limit: int) -> Row:
+    text = make_text(seed, index, split)
+    ids = [_BOS, *encoder.tokenizer.encode(text, add_special_tokens=False).ids, _EOS][:limit]
+    kinds = np.full(len(ids), KIND_TEXT, dtype=np.uint16)
+    kinds[0] = KIND_PROMPT
+    return _pack(ids, kinds)
+
+
+def _long_lookup(encoder: Encoder, stage: Stage, rng: Random, split: Split) -> Row:
+    item = make_lookup_of(rng, split, rng.randint(*stage.long_lookup))
+    ids = encode_item(encoder.recipe, item, _EOS)
+    return _pack(ids, token_kinds(ids))
+
+
+def _row(encoder: Encoder, stage: Stage, seed: int, number: int, split: Split) -> Row:
+    """Fill one row of length + 1 tokens; no exercise is ever cut, only plain text at the end."""
+    rng = random_for(seed, f"row-{stage.name}", split, number)
+    names, weights = zip(*stage.mixture, strict=True)
+    parts: list[Row] = []
+    room, refusals = stage.length + 1, 0
+    if rng.random() < stage.long_lookup_share:
+        first = _long_lookup(encoder, stage, rng, split)
+        if len(first) <= room:
+            parts.append(first)
+            room -= len(first)
+    for slot in range(_MAX_ITEMS_PER_ROW):
+        if room < _SMALLEST_TEXT or refusals > _MAX_REFUSALS:
+            break
+        index = number * _MAX_ITEMS_PER_ROW + slot
+        name = rng.choices(names, weights)[0]
+        if name == "text":
+            part = _text_row(encoder, seed, index, split, room)
+        else:
+            ids = encode_item(encoder.recipe, LESSONS[name](seed, index, split), _EOS)
+            part = _pack(ids, token_kinds(ids))
+        if len(part) > room:
+            refusals += 1
+            continue
+        parts.append(part)
+        room -= len(part)
+    if room >= _SMALLEST_TEXT:
+        parts.append(_text_row(encoder, seed, (number + 1) * _MAX_ITEMS_PER_ROW - 1, split, room))
+        room -= len(parts[-1])
+    parts.append(np.full(room, _EOS, dtype=np.uint16))
+    return np.concatenate(parts)
+
+
+def make_rows(
+    encoder: Encoder, stage: Stage, *, seed: int, start: int, count: int, split: Split = "train"
+) -> NDArray[np.uint16]:
+    """Return rows `start` to `start + count` of a stage.
+
+    Returns:
+        (count, length + 1) packed tokens; row i is the same whatever it is asked for with.
+    """
+    rows = np.empty((count, stage.length + 1), dtype=np.uint16)
+    for i in range(count):
+        rows[i] = _row(encoder, stage, seed, start + i, split)
+    return rows
+
+
+def batch_at(rows: NDArray[np.uint16], *, seed: int, step: int, batch: int) -> Batch:
+    """Return the batch of one step: every epoch takes all rows once, in an order of its own."""
+    num_rows = len(rows)
+    places = np.arange(step * batch, (step + 1) * batch)
+    epochs = places // num_rows
+    chosen = np.empty(batch, dtype=np.int64)
+    for epoch in np.unique(epochs):
+        order = np.random.default_rng((seed, int(epoch))).permutation(num_rows)
+        chosen[epochs == epoch] = order[places[epochs == epoch] % num_rows]
+    packed = np.asarray(rows[chosen])
+    tokens = (packed & _TOKEN_MASK).astype(np.int64)
+    kinds = (packed[:, 1:] >> _KIND_SHIFT).astype(np.uint8)
+    return Batch(tokens[:, :-1], tokens[:, 1:], kinds)
