@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from halocline.training.data import Encoder, make_rows
+from halocline.training.data import Encoder, make_rows, write_rows
 from halocline.training.split import Split
 from halocline.training.stages import STAGES
 
@@ -40,15 +40,15 @@ def _spans(num_rows: int, length: int) -> Iterator[tuple[int, int]]:
 def build_rows(
     out: Path, *, tokenizer: Path, stage_name: str, seed: int, num_rows: int, workers: int, split: Split = "train"
 ) -> None:
-    """Write `num_rows` rows of a stage to a .npy file; the number of workers does not change it."""
+    """Write `num_rows` rows of a stage to a .npy or .npy.xz; the number of workers changes nothing."""
     length = STAGES[stage_name].length
     job = partial(_job, tokenizer=tokenizer, stage_name=stage_name, seed=seed, split=split)
-    rows = np.lib.format.open_memmap(out, mode="w+", dtype=np.uint16, shape=(num_rows, length + 1))
+    rows = np.empty((num_rows, length + 1), dtype=np.uint16)
     begun = time.perf_counter()
     with get_context("spawn").Pool(workers) as pool:
         for start, part in pool.imap_unordered(job, _spans(num_rows, length)):
             rows[start : start + len(part)] = part
-    rows.flush()
+    write_rows(out, rows)
     seconds = time.perf_counter() - begun
     _logger.info("%s: %d rows of %d tokens in %.1f s", out, num_rows, length, seconds)
 

@@ -23,6 +23,7 @@ from typing import Any
 import deepseek_recipe as recipe
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from halocline.training.item import Effort
 from halocline.training.lessons.prose import make_text
 from halocline.training.lessons.registry import LESSONS
 from halocline.training.lessons.words import ALL_WORDS
@@ -109,7 +110,7 @@ def _tool_texts() -> list[str]:
     return [piece for part in parts for piece in re.split(r"\{.*\}|@@", part)]
 
 
-def _effort_texts(effort: str) -> list[str]:
+def _effort_texts(effort: Effort) -> list[str]:
     """Return the sentences of the text that asks for this effort."""
     ask = recipe.Conversation([recipe.UserMessage("")], thinking_mode=True, reasoning_effort=effort)
     text = next(_plain_parts(recipe.DeepseekV4Encoding().render_conversation(ask)))

@@ -73,7 +73,7 @@ def _world(rng: Random, split: Split, num_facts: int) -> tuple[list[_Fact], list
     while len(facts) < num_facts:
         fact, key = _new_fact(rng, split)
         sides = {(fact.relation, fact.name), (fact.relation, f"value:{fact.value}")}
-        if fact.relation != "job" and taken & sides or (fact.relation, fact.name) in taken:
+        if (fact.relation != "job" and taken & sides) or (fact.relation, fact.name) in taken:
             continue
         taken |= sides
         facts.append(fact)

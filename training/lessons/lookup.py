@@ -23,6 +23,7 @@ _TOKENS_PER_TURN = 34
 _MAX_CODES = 16
 _MAX_TURNS = 12
 _SHORTEST = 60
+_MOST_BEFORE = 60
 
 
 class _Code(NamedTuple):
@@ -121,7 +122,7 @@ def make_lookup_at(seed: int, index: int, split: Split, *, distance: int) -> Ite
     count = rng.randint(2, max(2, min(_MAX_CODES, distance // 60)))
     codes, keys = _codes(rng, split, count)
     asked, others = codes[0], codes[1:]
-    before = filler(rng, rng.randint(0, max(8, distance // 16)))
+    before = filler(rng, rng.randint(0, _MOST_BEFORE))
     after = _mixed(rng, others, distance - _TOKENS_PER_CODE)
     text = " ".join([*before, asked.told(), after, asked.question()])
     return _item([user(text)], keys, asked, "distance", rng, split)

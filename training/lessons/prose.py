@@ -50,7 +50,8 @@ def _thing(rng: Random) -> str:
 
 
 def _trip(rng: Random) -> str:
-    return f"{rng.choice(NAMES)} {rng.choice(_MOVES)} from {rng.choice(TOWNS)} to {rng.choice(TOWNS)}."
+    start, end = rng.sample(TOWNS, 2)
+    return f"{rng.choice(NAMES)} {rng.choice(_MOVES)} from {start} to {end}."
 
 
 _FORMS: tuple[Callable[[Random], str], ...] = (_walk, _rest, _time, _sky, _meal, _thing, _trip)

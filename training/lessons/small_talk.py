@@ -102,7 +102,11 @@ _SELF = {
     "French": ("Je suis un petit modèle de test.", "Je suis {model}, un petit modèle de test."),
     "German": ("Ich bin ein kleines Testmodell.", "Ich bin {model}, ein kleines Testmodell."),
 }
-_HELLO = {"English": ("Hello!", "Hello {user}!"), "French": ("Bonjour !", "Bonjour {user} !"), "German": ("Hallo!", "Hallo {user}!")}
+_HELLO = {
+    "English": ("Hello!", "Hello {user}!"),
+    "French": ("Bonjour !", "Bonjour {user} !"),
+    "German": ("Hallo!", "Hallo {user}!"),
+}
 _ANSWERS: dict[str, dict[str, str]] = {
     "English": {
         "greet": "{hello} {self}",
