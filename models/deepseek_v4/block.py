@@ -1,0 +1,48 @@
+"""One transformer layer between two hyper-connection sites. T tokens, N streams, D hidden lanes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from halocline.models.deepseek_v4.attention import Attention
+from halocline.models.deepseek_v4.hyper_connection import HyperConnection
+from halocline.models.deepseek_v4.moe import MixtureOfExperts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from halocline.hal.formats import Recipe
+    from halocline.hal.ops import Ops
+    from halocline.hal.ops.attention import AttentionPlan
+    from halocline.hal.ops.rope import RopeTable
+    from halocline.models.deepseek_v4.cache import LayerCache
+    from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.weight_source import Scope
+
+__all__ = ["Block"]
+
+
+class Block:
+    """Attention, then experts; each reads from the streams and writes to them. There is no other residual."""
+
+    def __init__(
+        self, config: DeepseekV4Config, recipe: Recipe, layer: int, ops: Ops, weights: Scope, rope: RopeTable
+    ) -> None:
+        """Takes the tensors of `layers.<layer>` (or of a draft layer, which counts on behind the main ones)."""
+        self.ops, self.eps = ops, config.rms_norm_eps
+        self.attention_site = HyperConnection(config, ops, weights, "attn")
+        self.ffn_site = HyperConnection(config, ops, weights, "ffn")
+        self.attn_norm_D = weights.tensor("attn_norm.weight")
+        self.ffn_norm_D = weights.tensor("ffn_norm.weight")
+        self.attention = Attention(config, recipe, config.compress_ratios[layer], ops, weights / "attn", rope)
+        self.moe = MixtureOfExperts(config, recipe, config.is_hash_routed(layer), ops, weights / "ffn")
+
+    def forward(self, streams_TND: Tensor, token_ids_T: Tensor, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+        """The streams after this layer."""
+        rms_norm = self.ops.norm.rms_norm
+        site = self.attention_site.read(streams_TND)
+        y_TD = self.attention.forward(rms_norm(site.x_TD, self.attn_norm_D, eps=self.eps), plan, cache)
+        streams_TND = self.attention_site.write(y_TD, streams_TND, site)
+        site = self.ffn_site.read(streams_TND)
+        y_TD = self.moe.forward(rms_norm(site.x_TD, self.ffn_norm_D, eps=self.eps), token_ids_T)
+        return self.ffn_site.write(y_TD, streams_TND, site)

@@ -1,0 +1,94 @@
+"""Where a network's modules take their weights from while they are built.
+
+Modules pull: each asks for its own tensors by the release's names, converts them through its bound kernels and lets
+the stored form go, so that memory peaks at the model plus one tensor. A source that reads a checkpoint knows at the
+end whether every tensor was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from halocline.hal.formats import Weight, WeightFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["MappingSource", "Scope", "WeightSource"]
+
+
+class WeightSource(Protocol):
+    """Gives tensors by release name, on the device where the model runs."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A plain tensor as stored, for example `layers.0.attn_norm.weight`."""
+        ...
+
+    def matrix(self, name: str) -> Weight:
+        """A matrix with its scales, for example `layers.0.attn.wq_a` (reads `.weight` and what belongs to it)."""
+        ...
+
+    def experts(self, prefix: str, parts: tuple[str, ...], num_experts: int) -> Weight:
+        """Matrices `prefix.e.part` of all experts, the parts of an expert joined by rows, stacked over experts."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """A source seen from one module: names are completed by the module's prefix."""
+
+    source: WeightSource
+    prefix: str = ""
+
+    def __truediv__(self, child: str) -> Scope:
+        return Scope(source=self.source, prefix=f"{self.prefix}{child}.")
+
+    def tensor(self, name: str) -> Tensor:
+        """See `WeightSource.tensor`."""
+        return self.source.tensor(self.prefix + name)
+
+    def matrix(self, name: str) -> Weight:
+        """See `WeightSource.matrix`."""
+        return self.source.matrix(self.prefix + name)
+
+    def experts(self, name: str, parts: tuple[str, ...], num_experts: int) -> Weight:
+        """See `WeightSource.experts`."""
+        return self.source.experts(self.prefix + name, parts, num_experts)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MappingSource:
+    """Plain float tensors by name: parameters under training, or a state dict under test.
+
+    Attributes:
+        tensors: Every tensor by release name; matrices under `name.weight`. Gradients flow through.
+    """
+
+    tensors: Mapping[str, Tensor]
+
+    def tensor(self, name: str) -> Tensor:
+        """See `WeightSource.tensor`."""
+        return self.tensors[name]
+
+    def matrix(self, name: str) -> Weight:
+        """See `WeightSource.matrix`."""
+        return _plain(self.tensors[f"{name}.weight"])
+
+    def experts(self, prefix: str, parts: tuple[str, ...], num_experts: int) -> Weight:
+        """See `WeightSource.experts`."""
+        import torch
+
+        stack = [
+            torch.cat([self.tensors[f"{prefix}.{expert}.{part}.weight"] for part in parts])
+            for expert in range(num_experts)
+        ]
+        return _plain(torch.stack(stack))
+
+
+def _plain(data: Tensor) -> Weight:
+    import torch
+
+    stored = WeightFormat.BFLOAT16 if data.dtype == torch.bfloat16 else WeightFormat.FLOAT32
+    return Weight(data=data, format=stored, shape=tuple(data.shape))
