@@ -52,10 +52,10 @@ def test_the_wheel_leaves_out_only_what_is_said_to_be_left_out(pyproject: dict[s
     assert find["exclude"] == [f"halocline.{folder}*" for folder in sorted(NOT_IN_THE_WHEEL)]
 
 
-def test_pyright_includes_hal_by_its_link(pyproject: dict[str, Any]) -> None:
+def test_pyright_is_strict_and_includes_hal_by_its_link(pyproject: dict[str, Any]) -> None:
     """pyright does not walk into links from a parent folder, so a parent here would check nothing."""
     pyright = pyproject["tool"]["pyright"]
-    assert pyright["include"] == pyright["strict"] == ["src/halocline/hal"]
+    assert (pyright["include"], pyright["typeCheckingMode"]) == (["src/halocline/hal"], "strict")
     assert all((ROOT / path).is_symlink() for path in pyright["include"])
 
 
