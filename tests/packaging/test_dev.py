@@ -1,0 +1,133 @@
+"""The one entry, ./dev: what it would install, and that it never replaces a GPU build of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def dev() -> Any:
+    """The script as a module; its main part does not run."""
+    spec = spec_from_loader("halocline_dev", SourceFileLoader("halocline_dev", str(ROOT / "dev")))
+    assert spec is not None
+    module = module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def in_copy(dev: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the files that decide what is installed, as the current folder of the script."""
+    (tmp_path / "constraints").mkdir()
+    (tmp_path / "constraints" / "cpu.txt").write_text("# why\ntorch==2.13.0\ntriton==3.9.0\n")
+    (tmp_path / "constraints" / "tested.txt").write_text("pytest==9.2.0\n")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dev, "CACHE", tmp_path / ".cache")
+    monkeypatch.setattr(dev, "ROOT", tmp_path)
+    return tmp_path
+
+
+# ---- which torch ------------------------------------------------------------------------------------------------
+
+VERSION_FILES = {
+    "cpu": "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n",
+    "cuda": "__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n",
+    "rocm": "__version__ = '2.11.0+rocm7.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0.51831'\n",
+}
+
+
+@pytest.mark.parametrize(("build", "is_gpu"), [("cpu", False), ("cuda", True), ("rocm", True)])
+def test_probe_tells_the_build_of_torch_without_importing_it(
+    build: str, is_gpu: bool, dev: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('was imported')")
+    (tmp_path / "torch" / "version.py").write_text(VERSION_FILES[build])
+    (tmp_path / "torch-2.11.0.dist-info").mkdir()
+    (tmp_path / "torch-2.11.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = dev.probe(sys.executable)
+    assert (found["torch"], found["gpu"]) == ("2.11.0", is_gpu)
+
+
+def test_pins_are_our_own_where_there_is_no_gpu_build(dev: Any, in_copy: Path) -> None:
+    lines = dev.pins({"torch": None, "gpu": False, "triton": None})
+    assert {"torch==2.13.0", "triton==3.9.0", "pytest==9.2.0"} <= set(lines)
+
+
+def test_pins_keep_a_gpu_build_and_its_triton(dev: Any, in_copy: Path) -> None:
+    lines = dev.pins({"torch": "2.11.0+cu130", "gpu": True, "triton": "3.6.0"})
+    pinned = sorted(line for line in lines if line.startswith(("torch", "triton")))
+    assert pinned == ["torch==2.11.0+cu130", "triton==3.6.0"]
+    assert "pytest==9.2.0" in lines
+
+
+# ---- when to install again --------------------------------------------------------------------------------------
+
+
+def test_tool_settings_do_not_cause_a_new_installation(dev: Any, in_copy: Path) -> None:
+    before = dev.digest()
+    text = (in_copy / "pyproject.toml").read_text()
+    (in_copy / "pyproject.toml").write_text(text.replace("line-length = 120", "line-length = 100"))
+    assert dev.digest() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("pyproject.toml", '"deepseek-recipe==0.2.0"', '"deepseek-recipe==0.3.0"'),
+        ("pyproject.toml", "halocline.cli.main:main", "halocline.cli.other:main"),
+        ("constraints/cpu.txt", "torch==2.13.0", "torch==2.13.1"),
+    ],
+)
+def test_dependencies_scripts_and_constraints_do(file: str, old: str, new: str, dev: Any, in_copy: Path) -> None:
+    before = dev.digest()
+    text = (in_copy / file).read_text()
+    assert old in text
+    (in_copy / file).write_text(text.replace(old, new))
+    assert dev.digest() != before
+
+
+# ---- a machine without a network --------------------------------------------------------------------------------
+
+
+def test_offline_environment_shows_the_backends_without_an_installation(dev: Any, in_copy: Path) -> None:
+    code = (
+        "import importlib.metadata as m, json;"
+        "print(json.dumps({e.name: e.value for e in m.distribution('halocline').entry_points"
+        " if e.group == 'halocline.backends'}))"
+    )
+    environment = {**os.environ, **dev.offline_environment()}
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert json.loads(result.stdout) == {
+        "reference": "halocline.backends_reference.manifest:MANIFEST",
+        "cuda": "halocline.backends_cuda.manifest:MANIFEST",
+        "hip": "halocline.backends_hip.manifest:MANIFEST",
+    }
+
+
+def test_every_command_is_in_the_help(dev: Any) -> None:
+    listed = {line.split()[0] for line in dev.EPILOG.splitlines() if line.startswith("  ")}
+    assert listed == set(dev.COMMANDS)
+
+
+def test_continuous_integration_calls_the_same_entry() -> None:
+    lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[-1] == "exec ./dev check --slow"
