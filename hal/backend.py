@@ -1,0 +1,104 @@
+"""Backend: the kernels and runtime services of one vendor, found through the entry-point group `halocline.backends`.
+
+A backend is announced by a `Manifest`: data that can be read on any machine. Its runtime services are imported only
+when a device of its vendor is used.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from halocline.hal.errors import ConfigError, lines
+from halocline.hal.op import KernelSpec
+
+__all__ = ["GROUP", "Manifest", "load_manifests", "specs_of"]
+
+GROUP = "halocline.backends"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The kernels of one backend, as data.
+
+    Attributes:
+        name: `reference`, `cuda`, `hip`, or an extension's own.
+        vendor: Whose devices it serves; empty for kernels that run anywhere.
+        specs: One record for each kernel.
+        runtime: `package.module:object` of its runtime services; empty when it brings none.
+    """
+
+    name: str
+    vendor: str
+    specs: tuple[KernelSpec, ...]
+    runtime: str = ""
+
+    def __post_init__(self) -> None:
+        for spec in self.specs:
+            if self.vendor and spec.vendor != self.vendor:
+                raise ConfigError(
+                    f"manifest {self.name!r}: {spec.op}={spec.name} is of vendor {spec.vendor!r}, not {self.vendor!r}"
+                )
+
+
+def load_manifests(path: Sequence[str] | None = None) -> tuple[Manifest, ...]:
+    """Loads every installed manifest, by name.
+
+    Args:
+        path: Folders to look for distributions in; `sys.path` when left out.
+
+    Raises:
+        ConfigError: If an entry point does not lead to a manifest, or two kernels have one name.
+    """
+    if path is None:
+        points = list(importlib.metadata.entry_points(group=GROUP))
+    else:
+        found = importlib.metadata.distributions(path=list(path))
+        points = [point for dist in found for point in dist.entry_points if point.group == GROUP]
+    manifests: dict[str, Manifest] = {}
+    for point in sorted(points, key=lambda p: (p.name, p.value)):
+        try:
+            manifest = point.load()
+        except (ImportError, AttributeError) as error:
+            raise _bad_entry(point, error) from error
+        if not isinstance(manifest, Manifest):
+            raise _bad_entry(point, f"a {type(manifest).__name__}")
+        known = manifests.setdefault(point.name, manifest)
+        if known is not manifest:
+            raise _bad_entry(point, "a second backend of that name")
+    loaded = tuple(manifests[name] for name in sorted(manifests))
+    specs_of(loaded)
+    return loaded
+
+
+def specs_of(manifests: Iterable[Manifest]) -> tuple[KernelSpec, ...]:
+    """The kernels of several manifests.
+
+    Raises:
+        ConfigError: If two kernels of one op and vendor have the same name.
+    """
+    homes: dict[tuple[str, str, str], str] = {}
+    specs: list[KernelSpec] = []
+    for manifest in manifests:
+        for spec in manifest.specs:
+            key = (spec.op, spec.name, spec.vendor)
+            if key in homes:
+                raise ConfigError(
+                    f"two kernels are called {spec.op}={spec.name} (vendor {spec.vendor or 'any'}): in the manifests "
+                    f"{homes[key]!r} and {manifest.name!r}"
+                )
+            homes[key] = manifest.name
+            specs.append(spec)
+    return tuple(specs)
+
+
+def _bad_entry(point: importlib.metadata.EntryPoint, found: object) -> ConfigError:
+    return ConfigError(
+        lines(
+            f"the backend {point.name!r} cannot be loaded",
+            entry=f"{GROUP}: {point.name} = {point.value}",
+            expected="a halocline.hal.backend.Manifest",
+            found=found,
+        )
+    )

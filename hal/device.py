@@ -1,0 +1,152 @@
+"""Device: the accelerator that kernels are chosen for, and the facts that follow from its architecture.
+
+Capability numbers alone do not name an architecture: an AMD MI210 reports (9, 0), as an NVIDIA H100 does. Facts
+hang on the architecture's name (`sm_90`, `gfx942`). `halocline.hal.probe` finds the device of this machine,
+`halocline.hal.profiles` holds recorded ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["ARCHS", "Arch", "Device", "Fp8Dialect", "Vendor", "arch_facts"]
+
+Vendor = Literal["nvidia", "amd", "cpu"]
+Fp8Dialect = Literal["ocp", "fnuz"]
+
+KIB = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arch:
+    """What follows from an architecture's name.
+
+    Attributes:
+        name: `sm_90`, `gfx942`, `cpu`.
+        vendor: Who makes it.
+        shared_memory: Bytes of on-chip memory that one block (workgroup) may take.
+        wave_size: Lanes that run in step.
+        fp8_dialect: Of the E4M3 bytes that its matrix units read; `ocp` where it has none.
+        features: Hardware features that kernels may need.
+        product: A well-known product of it.
+    """
+
+    name: str
+    vendor: Vendor
+    shared_memory: int
+    wave_size: int
+    fp8_dialect: Fp8Dialect
+    features: frozenset[str]
+    product: str
+
+
+def _arch(
+    name: str, vendor: Vendor, shared_kib: int, wave: int, dialect: Fp8Dialect, features: str, product: str
+) -> tuple[str, Arch]:
+    return name, Arch(
+        name=name,
+        vendor=vendor,
+        shared_memory=shared_kib * KIB,
+        wave_size=wave,
+        fp8_dialect=dialect,
+        features=frozenset(features.split()),
+        product=product,
+    )
+
+
+# `fp8` means matrix units for E4M3, in the dialect stated; `fp4` means block-scaled E2M1 ones.
+ARCHS: dict[str, Arch] = dict(
+    (
+        _arch("cpu", "cpu", 0, 1, "ocp", "", "CPU"),
+        _arch("sm_80", "nvidia", 163, 32, "ocp", "bf16", "A100"),
+        _arch("sm_86", "nvidia", 99, 32, "ocp", "bf16", "A10"),
+        _arch("sm_89", "nvidia", 99, 32, "ocp", "bf16 fp8 fp8_ocp", "L40S"),
+        _arch("sm_90", "nvidia", 227, 32, "ocp", "bf16 fp8 fp8_ocp wgmma tma", "H200"),
+        _arch("sm_100", "nvidia", 227, 32, "ocp", "bf16 fp8 fp8_ocp fp4 tcgen05 tma", "B200"),
+        _arch("sm_103", "nvidia", 227, 32, "ocp", "bf16 fp8 fp8_ocp fp4 tcgen05 tma", "B300"),
+        _arch("sm_120", "nvidia", 99, 32, "ocp", "bf16 fp8 fp8_ocp fp4 tma", "RTX PRO 6000"),
+        _arch("gfx90a", "amd", 64, 64, "ocp", "bf16 mfma", "MI210"),
+        _arch("gfx942", "amd", 64, 64, "fnuz", "bf16 fp8 fp8_fnuz mfma", "MI300X"),
+        _arch("gfx950", "amd", 160, 64, "ocp", "bf16 fp8 fp8_ocp fp4 mfma", "MI355X"),
+        _arch("gfx1100", "amd", 64, 32, "ocp", "bf16 wmma", "RX 7900 XTX"),
+        _arch("gfx1201", "amd", 64, 32, "ocp", "bf16 fp8 fp8_ocp wmma", "RX 9070 XT"),
+    )
+)
+
+
+def arch_facts(vendor: Vendor, name: str) -> Arch:
+    """Facts of an architecture; for one that is not in the table, the vendor's most modest ones."""
+    if name in ARCHS:
+        return ARCHS[name]
+    wave = {"nvidia": 32, "amd": 64, "cpu": 1}[vendor]
+    return Arch(
+        name=name,
+        vendor=vendor,
+        shared_memory=0 if vendor == "cpu" else 48 * KIB,
+        wave_size=wave,
+        fp8_dialect="ocp",
+        features=frozenset(),
+        product="unknown",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or the CPU.
+
+    Attributes:
+        vendor: `nvidia`, `amd` or `cpu`.
+        arch: Architecture's name.
+        name: Product's name as reported, for messages.
+        memory: Bytes of device memory; 0 when unknown.
+        shared_memory: Bytes of on-chip memory for one block.
+        wave_size: Lanes that run in step.
+        fp8_dialect: Dialect of its E4M3 units, and of the caches kept on it.
+        features: Hardware features that kernels may need.
+        num_devices: Visible devices of this kind.
+        origin: How this is known: `nvml`, `amdsmi`, `torch`, `profile`, `setting`.
+    """
+
+    vendor: Vendor
+    arch: str
+    name: str
+    memory: int
+    shared_memory: int
+    wave_size: int
+    fp8_dialect: Fp8Dialect
+    features: frozenset[str]
+    num_devices: int = 1
+    origin: str = "profile"
+
+    @classmethod
+    def of(
+        cls, vendor: Vendor, arch: str, *, name: str, memory: int, num_devices: int = 1, origin: str = "profile"
+    ) -> Device:
+        """Builds a device from its architecture's facts."""
+        facts = arch_facts(vendor, arch)
+        return cls(
+            vendor=vendor,
+            arch=arch,
+            name=name,
+            memory=memory,
+            shared_memory=facts.shared_memory,
+            wave_size=facts.wave_size,
+            fp8_dialect=facts.fp8_dialect,
+            features=facts.features,
+            num_devices=num_devices,
+            origin=origin,
+        )
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is an accelerator."""
+        return self.vendor != "cpu"
+
+    @property
+    def torch_device(self) -> str:
+        """The device string in torch's words: ROCm builds reuse the name of the other vendor."""
+        return "cuda" if self.is_gpu else "cpu"
+
+    def __str__(self) -> str:
+        return f"{self.vendor} {self.arch} ({self.name})" if self.is_gpu else "cpu"
