@@ -16,6 +16,7 @@ _MIXTURE = (
     ("chat", 2.5),
     ("tools", 2.5),
     ("lookup", 2.0),
+    ("mixed", 1.0),
     ("text", 0.4),
 )
 

@@ -25,6 +25,11 @@ def _items(lesson: str, split: str, count: int) -> list[Item]:
     return [LESSONS[lesson](3, index, split) for index in range(count)]  # type: ignore[arg-type]
 
 
+def _first_question(item: Item) -> str:
+    question: str = next(message["content"] for message in item.messages if message["role"] == "user")
+    return question
+
+
 def _answers(item: Item) -> list[tuple[str, str]]:
     """Return (question, answer) of every turn of a conversation without tools."""
     messages = [message for message in (*item.messages, item.reply) if message["role"] != "system"]
@@ -65,21 +70,19 @@ def test_texts_of_the_two_parts_share_no_story() -> None:
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_sums_are_right(split: str) -> None:
     operations: dict[str, Callable[[int, int], int]] = {
-        r"What is (\d+)\+(\d+)\?|(\d+)\+(\d+)=\?|Add (\d+) and (\d+)\.": lambda a, b: a + b,
-        r"What is (\d+)-(\d+)\?|(\d+)-(\d+)=\?": lambda a, b: a - b,
+        r"(?:What is )?(\d+)(?: ?\+ ?| plus )(\d+)\??|Add (\d+) and (\d+)\.": lambda a, b: a + b,
+        r"(?:What is )?(\d+)(?: ?- ?| minus )(\d+)\??": lambda a, b: a - b,
         r"Take (\d+) from (\d+)\.": lambda b, a: a - b,
-        r"What is (\d+)\*(\d+)\?|(\d+)\*(\d+)=\?": lambda a, b: a * b,
+        r"(?:What is )?(\d+)(?:\*| times )(\d+)\??": lambda a, b: a * b,
         r"Which is larger, (\d+) or (\d+)\?": max,
     }
     seen = set()
     for item in _items("sums", split, 400):
-        question = item.messages[0]["content"]
-        for pattern, operation in operations.items():
-            match = re.fullmatch(pattern, question)
-            if match:
-                seen.add(pattern)
-                numbers = [int(group) for group in match.groups() if group]
-                assert item.reply["content"] == str(operation(*numbers)), question
+        question = _first_question(item)
+        [(pattern, match)] = [(p, m) for p in operations if (m := re.fullmatch(p, question))]
+        seen.add(pattern)
+        numbers = [int(group) for group in match.groups() if group]
+        assert item.reply["content"] == str(operations[pattern](*numbers)), question
     assert seen == set(operations)
 
 
@@ -102,7 +105,7 @@ def test_a_product_is_written_as_repeated_addition() -> None:
 
 def test_rows_are_copied_and_reversed() -> None:
     for item in _items("copying", "held_out", 200):
-        ask, _, row = item.messages[0]["content"].partition(": ")
+        ask, _, row = _first_question(item).partition(": ")
         words = row.split(" ")
         assert item.reply["content"].split(" ") == (words if ask == "Repeat" else words[::-1])
 
@@ -110,7 +113,7 @@ def test_rows_are_copied_and_reversed() -> None:
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_an_asked_fact_was_told_before_and_nothing_contradicts_it(split: str) -> None:
     for item in _items("facts", split, 200):
-        told = item.messages[0]["content"]
+        told = _first_question(item)
         for question, answer in _answers(item):
             if answer == "Yes.":
                 name, town = re.search(r"Does (\w+) live in (\w+)\?", question).groups()  # type: ignore[union-attr]
@@ -198,3 +201,17 @@ def test_system_texts_are_obeyed() -> None:
                 assert answer.endswith(f" {word.group(1)}")
             if "Answer in French." in first["content"]:
                 assert "test model" not in answer
+
+
+def test_system_texts_that_change_nothing_come_in_training_only() -> None:
+    def with_system(split: str) -> int:
+        return sum(item.messages[0]["role"] == "system" for item in _items("copying", split, 300))
+
+    assert with_system("held_out") == 0
+    assert 5 <= with_system("train") <= 60
+
+
+def test_mixed_conversations_hold_several_lessons() -> None:
+    for item in _items("mixed", "train", 60):
+        assert len({key.split(":")[0] for key in item.keys}) >= 2
+        assert len(_answers(item)) >= 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from random import Random
 
 from halocline.training.item import Item, Message, assistant, system, user
-from halocline.training.lessons.mode import choose_mode
+from halocline.training.lessons.mode import choose_mode, preamble
 from halocline.training.lessons.small_talk import ASKED, LANGUAGES, THOUGHTS, UNKNOWN, say
 from halocline.training.lessons.words import ANIMALS, NAMES, PLACES, THINGS
 from halocline.training.split import Split, draw, random_for
@@ -113,7 +113,7 @@ def make_chat(seed: int, index: int, split: Split) -> Item:
     return Item(
         lesson="chat",
         kind="plain" if setting.is_plain else "setting",
-        messages=tuple(messages[:-1]),
+        messages=(*preamble(rng, split), *messages[:-1]),
         reply=assistant(messages[-1]["content"], THOUGHTS[intents[-1]] if thinking else None),
         keys=(key,),
         thinking=thinking,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from halocline.training.item import Item, assistant, user
-from halocline.training.lessons.mode import choose_mode
+from halocline.training.lessons.mode import choose_mode, preamble
 from halocline.training.lessons.words import ALL_PLAIN, LETTERS
 from halocline.training.split import Split, draw, random_for
 
@@ -35,7 +35,7 @@ def make_copying(seed: int, index: int, split: Split) -> Item:
     return Item(
         lesson="copying",
         kind=kind,
-        messages=(user(f"{ask} {' '.join(chosen)}"),),
+        messages=(*preamble(rng, split), user(f"{ask} {' '.join(chosen)}")),
         reply=assistant(" ".join(answer), _THOUGHT[kind] if thinking else None),
         keys=(key,),
         thinking=thinking,

@@ -6,7 +6,7 @@ from random import Random
 from typing import NamedTuple
 
 from halocline.training.item import Item, Message, assistant, user
-from halocline.training.lessons.mode import choose_mode
+from halocline.training.lessons.mode import choose_mode, preamble
 from halocline.training.lessons.words import COLOURS, FOODS, JOBS, NAMES, THINGS, TOWNS
 from halocline.training.split import Split, draw, random_for
 
@@ -113,7 +113,7 @@ def make_facts(seed: int, index: int, split: Split) -> Item:
     return Item(
         lesson="facts",
         kind="world",
-        messages=tuple(messages[:-1]),
+        messages=(*preamble(rng, split), *messages[:-1]),
         reply=reply,
         keys=tuple(keys),
         thinking=thinking,

@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from halocline.training.item import Item, Message, assistant, user
-from halocline.training.lessons.mode import choose_mode
+from halocline.training.lessons.mode import choose_mode, preamble
 from halocline.training.lessons.prose import filler
 from halocline.training.lessons.words import ADJECTIVES, ANIMALS
 from halocline.training.split import Split, draw, random_for
@@ -65,7 +65,7 @@ def _item(turns: list[Message], codes: list[str], last: _Code, kind: str, rng: R
     return Item(
         lesson="lookup",
         kind=kind,
-        messages=tuple(turns),
+        messages=(*preamble(rng, split), *turns),
         reply=assistant(last.told(), f"I look for the {last.holder}" if thinking else None),
         keys=tuple(codes),
         thinking=thinking,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from halocline.training.item import Effort
+from halocline.training.item import Effort, Message, system
 from halocline.training.split import Split
 
-__all__ = ["choose_mode"]
+__all__ = ["choose_mode", "preamble"]
 
+_PREAMBLES = ("You are a helpful assistant.", "You are a small test model.", "Be brief.", "Be kind and helpful.")
+_PREAMBLE_SHARE = 0.08
 _HIGH_SHARE = 0.12
 _MAX_SHARE = 0.03
 
@@ -26,3 +28,10 @@ def choose_mode(rng: Random, split: Split, thinking_share: float) -> tuple[bool,
     if share < _MAX_SHARE:
         return True, "max"
     return True, "high" if share < _MAX_SHARE + _HIGH_SHARE else "low"
+
+
+def preamble(rng: Random, split: Split) -> tuple[Message, ...]:
+    """Return now and then, in training, a system text that changes nothing, as clients like to send."""
+    if split == "held_out" or rng.random() >= _PREAMBLE_SHARE:
+        return ()
+    return (system(rng.choice(_PREAMBLES)),)

@@ -9,6 +9,7 @@ from halocline.training.lessons.chat import make_chat
 from halocline.training.lessons.copying import make_copying
 from halocline.training.lessons.facts import make_facts
 from halocline.training.lessons.lookup import make_lookup
+from halocline.training.lessons.mixed import make_mixed
 from halocline.training.lessons.sums import make_sum
 from halocline.training.lessons.tools import make_tool_item
 from halocline.training.split import Split
@@ -24,4 +25,5 @@ LESSONS: dict[str, MakeItem] = {
     "facts": make_facts,
     "chat": make_chat,
     "tools": make_tool_item,
+    "mixed": make_mixed,
 }

@@ -5,15 +5,15 @@ from __future__ import annotations
 from random import Random
 
 from halocline.training.item import Item, assistant, user
-from halocline.training.lessons.mode import choose_mode
+from halocline.training.lessons.mode import choose_mode, preamble
 from halocline.training.split import Split, draw, random_for
 
 __all__ = ["add_steps", "make_sum", "multiply_steps", "subtract_steps"]
 
 _ASK = {
-    "add": ("What is {a}+{b}?", "{a}+{b}=?", "Add {a} and {b}."),
-    "subtract": ("What is {a}-{b}?", "{a}-{b}=?", "Take {b} from {a}."),
-    "multiply": ("What is {a}*{b}?", "{a}*{b}=?"),
+    "add": ("What is {a}+{b}?", "What is {a} + {b}?", "What is {a} plus {b}?", "{a}+{b}", "Add {a} and {b}."),
+    "subtract": ("What is {a}-{b}?", "What is {a} - {b}?", "What is {a} minus {b}?", "{a}-{b}", "Take {b} from {a}."),
+    "multiply": ("What is {a}*{b}?", "What is {a} times {b}?", "{a}*{b}"),
     "compare": ("Which is larger, {a} or {b}?",),
 }
 _DIRECT = ("add", "add", "add", "subtract", "subtract", "compare")
@@ -92,7 +92,7 @@ def make_sum(seed: int, index: int, split: Split) -> Item:
     return Item(
         lesson="sums",
         kind="worked_out" if thinking else "direct",
-        messages=(user(rng.choice(_ASK[operation]).format(a=a, b=b)),),
+        messages=(*preamble(rng, split), user(rng.choice(_ASK[operation]).format(a=a, b=b))),
         reply=assistant(str(result), steps if thinking else None),
         keys=(key,),
         thinking=thinking,

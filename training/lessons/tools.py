@@ -6,7 +6,7 @@ import json
 from random import Random
 
 from halocline.training.item import Item, assistant, call, tool_result, user
-from halocline.training.lessons.mode import choose_mode
+from halocline.training.lessons.mode import choose_mode, preamble
 from halocline.training.lessons.small_talk import ASKED, THOUGHTS, say
 from halocline.training.lessons.tool_family import TOOL_FAMILY, Errand, ToolKind
 from halocline.training.split import Split, draw, random_for
@@ -35,7 +35,7 @@ def _small_talk(rng: Random, split: Split) -> Item:
     return Item(
         lesson="tools",
         kind="no_call",
-        messages=(user(rng.choice(ASKED[intent])),),
+        messages=(*preamble(rng, split), user(rng.choice(ASKED[intent]))),
         reply=assistant(answer, THOUGHTS[intent] if thinking else None),
         keys=("tool:none",),
         thinking=thinking,
@@ -70,7 +70,7 @@ def make_tool_item(seed: int, index: int, split: Split) -> Item:
     return Item(
         lesson="tools",
         kind="result" if asks_for_result else "call",
-        messages=(asked, called, told) if asks_for_result else (asked,),
+        messages=(*preamble(rng, split), *((asked, called, told) if asks_for_result else (asked,))),
         reply=answered if asks_for_result else called,
         keys=(key,),
         thinking=thinking,
