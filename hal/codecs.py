@@ -40,6 +40,7 @@ __all__ = [
     "round_trip_fp4",
     "round_trip_fp8",
     "round_trip_fp8_row",
+    "split_lanes",
     "unpack_e2m1",
 ]
 
@@ -173,7 +174,12 @@ def _groups(x: Tensor, group: int) -> Tensor:
     short = -x.shape[-1] % group
     if short:
         x = torch.nn.functional.pad(x, (0, short))
-    return x.unflatten(-1, (x.shape[-1] // group, group))
+    return split_lanes(x, group)
+
+
+def split_lanes(x_TK: Tensor, size: int) -> Tensor:
+    """Views the last axis as `(..., K / size, size)`."""
+    return x_TK.reshape(*x_TK.shape[:-1], x_TK.shape[-1] // size, size)
 
 
 def fp8_scale(amax: Tensor) -> Tensor:

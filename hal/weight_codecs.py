@@ -7,6 +7,7 @@ functions as one matrix: the last two axes are out and in.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Literal
 
 from halocline.hal.codecs import (
@@ -22,6 +23,7 @@ from halocline.hal.codecs import (
     fp8_scale,
     pack_e2m1,
     quantize_fp4_groups,
+    split_lanes,
 )
 from halocline.hal.errors import ShapeError, lines
 from halocline.hal.formats import Weight, WeightFormat
@@ -79,7 +81,7 @@ def _quantize_fp8_block(weight_OK: Tensor, scale_fmt: str) -> Weight:
 
     out, lanes = weight_OK.shape[-2:]
     padded = torch.nn.functional.pad(weight_OK, (0, -lanes % FP8_BLOCK_SIZE, 0, -out % FP8_BLOCK_SIZE))
-    blocks_BbCc = padded.unflatten(-1, (-1, FP8_BLOCK_SIZE)).unflatten(-3, (-1, FP8_BLOCK_SIZE))
+    blocks_BbCc = _blocks(padded)
     amax_BC = blocks_BbCc.abs().amax(dim=(-3, -1)).clamp(min=FP8_AMAX_FLOOR)
     stored_BC = fp8_scale(amax_BC) if scale_fmt == "ue8m0" else amax_BC / E4M3_MAX
     scale_BC = decode_ue8m0(stored_BC) if scale_fmt == "ue8m0" else stored_BC
@@ -88,10 +90,17 @@ def _quantize_fp8_block(weight_OK: Tensor, scale_fmt: str) -> Weight:
     return Weight(data=codes_OK, format=WeightFormat.FP8_BLOCK, shape=tuple(weight_OK.shape), scale=stored_BC)
 
 
+def _blocks(matrix_OK: Tensor) -> Tensor:
+    """Views the last two axes, multiples of the block size, as `(..., B, b, C, c)`."""
+    *stack, out, lanes = matrix_OK.shape
+    size = FP8_BLOCK_SIZE
+    return matrix_OK.reshape(*stack, out // size, size, lanes // size, size)
+
+
 def _quantize_nvfp4(weight_OK: Tensor) -> Weight:
     import torch
 
-    groups_OGk = weight_OK.unflatten(-1, (-1, NVFP4_GROUP))
+    groups_OGk = split_lanes(weight_OK, NVFP4_GROUP)
     amax_OG = groups_OGk.abs().amax(dim=-1)
     global_scale = amax_OG.amax(dim=(-2, -1)).clamp(min=torch.finfo(torch.float32).tiny * 2**20)
     global_scale = global_scale / (E2M1_MAX * E4M3_MAX)
@@ -132,14 +141,24 @@ def dequantize(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     *stack, out, lanes = weight.shape
     _expect(weight, "data", weight.data, (*stack, out, lanes // 2))
     scale_OG = _scale_values(weight, (*stack, out, lanes // group))
+    values_OK = (split_lanes(decode_e2m1(weight.data), group) * scale_OG.unsqueeze(-1)).flatten(-2)
     if weight.format is WeightFormat.NVFP4:
-        if weight.global_scale is None:
-            raise ShapeError(f"a weight in nvfp4 of shape {weight.shape} has no global scale")
-        global_scale = weight.global_scale.reshape(*stack, 1, 1)
-        values_OGk = decode_e2m1(weight.data).unflatten(-1, (-1, group)) * scale_OG.unsqueeze(-1)
-        return (values_OGk.flatten(-2) * global_scale).to(dtype)
-    values_OGk = decode_e2m1(weight.data).unflatten(-1, (-1, group)) * scale_OG.unsqueeze(-1)
-    return values_OGk.flatten(-2).to(dtype)
+        values_OK = values_OK * _global_scale_by_row(weight)
+    return values_OK.to(dtype)
+
+
+def _global_scale_by_row(weight: Weight) -> Tensor:
+    """Spreads the scale of each matrix, or of each of its equal parts joined by rows, over the rows it covers."""
+    *stack, out, _ = weight.shape
+    if weight.global_scale is None:
+        raise ShapeError(f"a weight in {weight.format.value} of shape {weight.shape} has no global scale")
+    parts = weight.global_scale.numel() // max(math.prod(stack), 1)
+    if weight.global_scale.numel() != math.prod(stack) * parts or out % parts:
+        raise ShapeError(
+            f"global scales of shape {tuple(weight.global_scale.shape)} do not fit a weight of shape {weight.shape}"
+        )
+    by_part: Tensor = weight.global_scale.reshape(*stack, parts)
+    return by_part.repeat_interleave(out // parts, dim=-1).unsqueeze(-1)
 
 
 def _dequantize_fp8_block(weight: Weight) -> Tensor:
@@ -149,9 +168,8 @@ def _dequantize_fp8_block(weight: Weight) -> Tensor:
     scale_BC = _scale_values(weight, (*stack, -(-out // size), -(-lanes // size)))
     values_OK = decode_e4m3(weight.data, dialect=weight.fp8_dialect)
     if out % size == 0 and lanes % size == 0:
-        blocks_BbCc = values_OK.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
-        blocks_BbCc.mul_(scale_BC.unsqueeze(-2).unsqueeze(-1))
-        return values_OK
+        scaled_BbCc = _blocks(values_OK).mul_(scale_BC.unsqueeze(-2).unsqueeze(-1))
+        return scaled_BbCc.view(values_OK.shape)
     rows_OC = scale_BC.repeat_interleave(size, dim=-2)[..., :out, :]
     for start in range(0, lanes, size):
         values_OK[..., start : start + size].mul_(rows_OC[..., start // size].unsqueeze(-1))

@@ -1,0 +1,99 @@
+"""From a config.json's model_type to the modules that serve it, imported on demand. Free of torch."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from halocline.hal.errors import ConfigError, lines
+from halocline.models.config_file import read_config_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from halocline.models.checkpoint_match import NameResolver
+    from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.weight_plan import WeightPlan
+
+__all__ = ["FAMILIES", "ModelFamily", "family_of", "load_config"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFamily:
+    """Where a family's parts live; each is `package.module:attribute` and is imported when it is asked for.
+
+    Attributes:
+        model_type: Value in config.json.
+        config: Class with `from_dict(raw, source=...)`.
+        plan: Function from a configuration to its `WeightPlan`.
+        names: Function that resolves a stored tensor's name; see `checkpoint_match.NameResolver`.
+        network: Module of the network.
+    """
+
+    model_type: str
+    config: str
+    plan: str
+    names: str
+    network: str
+
+    def parse_config(self, raw: dict[str, Any], *, source: str) -> DeepseekV4Config:
+        """Reads a parsed config.json."""
+        return cast("DeepseekV4Config", _load(self.config).from_dict(raw, source=source))
+
+    def plan_weights(self, config: DeepseekV4Config) -> WeightPlan:
+        """Lists the parameters of a configuration."""
+        return cast("Callable[[Any], WeightPlan]", _load(self.plan))(config)
+
+    def name_resolver(self) -> NameResolver:
+        """The function that resolves stored names."""
+        return cast("NameResolver", _load(self.names))
+
+
+FAMILIES = {
+    "deepseek_v4": ModelFamily(
+        model_type="deepseek_v4",
+        config="halocline.models.deepseek_v4.config:DeepseekV4Config",
+        plan="halocline.models.deepseek_v4.weight_plan:plan_weights",
+        names="halocline.models.deepseek_v4.weights:resolve_name",
+        network="halocline.models.deepseek_v4.model",
+    ),
+}
+
+
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def family_of(raw: dict[str, Any], *, source: str) -> ModelFamily:
+    """Finds the family of a parsed config.json.
+
+    Raises:
+        ConfigError: If no family has its model_type.
+    """
+    model_type = raw.get("model_type")
+    if model_type in FAMILIES:
+        return FAMILIES[cast(str, model_type)]
+    if model_type is None or str(model_type).startswith("deepseek_v4"):
+        return FAMILIES["deepseek_v4"]  # it knows its dialect without model_type, and its relatives by name
+    raise ConfigError(
+        lines(
+            f"{source}: unsupported model_type {model_type!r}",
+            asked=f"one of {', '.join(FAMILIES)}",
+            found=f"model_type {model_type!r}",
+            try_="use a checkpoint of a supported family",
+        )
+    )
+
+
+def load_config(path: str | Path) -> tuple[DeepseekV4Config, ModelFamily]:
+    """Reads the configuration of a model folder or a config.json.
+
+    Raises:
+        ConfigError: If it is missing, broken, of another family or impossible.
+    """
+    raw, file = read_config_file(path)
+    family = family_of(raw, source=str(file))
+    return family.parse_config(raw, source=str(file)), family
