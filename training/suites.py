@@ -21,11 +21,11 @@ from halocline.training.lessons.prose import make_text
 from halocline.training.lessons.registry import LESSONS
 from halocline.training.render import conversation, render_item
 
-__all__ = ["build_suites", "main"]
+__all__ = ["SUITE_SEED", "build_suites", "main", "make_exercise"]
 
 Line = dict[str, Any]
 
-_SEED = 5
+SUITE_SEED = 5
 _NUM_TEXTS = 24
 
 # Exercises of each group in the suites graded, check and quick. Look-ups are named by distance.
@@ -49,11 +49,12 @@ _GROUPS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
 _SUITES = ("graded", "check", "quick")
 
 
-def _make(group: str, index: int) -> Item:
+def make_exercise(group: str, index: int, *, seed: int) -> Item:
+    """Return one held-out exercise of a group: a lesson, or "lookup-" and a distance."""
     lesson, _, distance = group.partition("-")
     if distance:
-        return make_lookup_at(_SEED, index, "held_out", distance=int(distance))
-    return LESSONS[lesson](_SEED, index, "held_out")
+        return make_lookup_at(seed, index, "held_out", distance=int(distance))
+    return LESSONS[lesson](seed, index, "held_out")
 
 
 def _distinct(group: str, count: int) -> Iterator[Item]:
@@ -61,7 +62,7 @@ def _distinct(group: str, count: int) -> Iterator[Item]:
     seen: set[str] = set()
     index = 0
     while len(seen) < count:
-        item = _make(group, index)
+        item = make_exercise(group, index, seed=SUITE_SEED)
         prompt = render_item(item).prompt
         if prompt not in seen:
             seen.add(prompt)
@@ -100,7 +101,7 @@ def build_suites(folder: Path) -> None:
     out.mkdir(exist_ok=True)
     for suite, lines in suites.items():
         _write(out / f"{suite}.jsonl", lines)
-    texts = [{"name": f"text-{i}", "text": make_text(_SEED, i, "held_out")} for i in range(_NUM_TEXTS)]
+    texts = [{"name": f"text-{i}", "text": make_text(SUITE_SEED, i, "held_out")} for i in range(_NUM_TEXTS)]
     _write(out / "text.jsonl", texts)
 
 
