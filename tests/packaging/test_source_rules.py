@@ -92,7 +92,7 @@ def environment_reads(source: Source) -> Iterator[str]:
 
 
 # Facts about devices live here and nowhere else.
-DEVICE_FACTS = ("hal/device.py", "hal/profiles.py", *BACKENDS)
+DEVICE_FACTS = ("hal/device.py", "hal/gpu_libraries.py", "hal/profiles.py", *BACKENDS)
 ARCH = re.compile(r"(?<![a-z0-9])(sm_?\d{2,3}a?|gfx\d{3,4}[a-z]?|MI\d{3}X?|H[12]00|B[12]00)(?![a-z0-9])", re.IGNORECASE)
 VENDOR_TESTS = {"is_hip", "is_cuda", "is_rocm"}
 VENDOR_VERSIONS = {"torch.version.hip", "torch.version.cuda"}
@@ -205,6 +205,20 @@ def missing_annotations_import(source: Source) -> Iterator[str]:
         yield f"{source.place}: lacks from __future__ import annotations"
 
 
+def untyped_launchers(source: Source) -> Iterator[str]:
+    """In kernels_portable mypy lets untyped functions pass, for kernels; launchers and all else are typed in full."""
+    if source.folder != "kernels_portable":
+        return
+    for node in source.nodes():
+        if not isinstance(node, ast.FunctionDef) or any("jit" in ast.dump(mark) for mark in node.decorator_list):
+            continue
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        missing = [a.arg for a in arguments if a.annotation is None and a.arg not in {"self", "cls"}]
+        missing += [] if node.returns is not None else ["return"]
+        if missing:
+            yield f"{source.place}:{node.lineno}: {node.name} lacks types: {', '.join(missing)}"
+
+
 HEAVY_FOR_HAL = {"torch", "numpy", "triton", "rich", "typer", "safetensors", "tokenizers"}
 
 
@@ -223,7 +237,7 @@ def heavy_imports_of_hal(source: Source) -> Iterator[str]:
 Rule = Callable[[Source], Iterator[str]]
 RULES: list[Rule] = [
     environment_reads, device_questions, vendor_words, long_files, long_functions, swallowed_errors, unfinished,
-    names_that_say_nothing, not_ascii, missing_annotations_import, heavy_imports_of_hal,
+    names_that_say_nothing, not_ascii, missing_annotations_import, untyped_launchers, heavy_imports_of_hal,
 ]  # fmt: skip
 
 
@@ -254,6 +268,8 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (not_ascii, "hal/a.py", "x = 1  # \u00e9"),
     (not_ascii, "hal/a.py", "def f():\n    '''Doc \u00e9.'''"),
     (missing_annotations_import, "hal/a.py", "import os"),
+    (untyped_launchers, "kernels_portable/a.py", "def launch(x, y: int) -> None: pass"),
+    (untyped_launchers, "kernels_portable/a.py", "def launch(y: int): pass"),
     (heavy_imports_of_hal, "hal/a.py", "import torch"),
 ]
 
@@ -274,6 +290,8 @@ ALLOWED: list[tuple[Rule, str, str]] = [
     (unfinished, "hal/ops/a.py", "def f():\n    raise NotImplementedError"),
     (missing_annotations_import, "hal/a.py", "'''Doc.'''\n" + FUTURE + "import os"),
     (missing_annotations_import, "hal/__init__.py", "'''Doc.'''"),
+    (untyped_launchers, "kernels_portable/a.py", "@triton.jit\ndef kernel(x_ptr, N): pass"),
+    (untyped_launchers, "models/a.py", "def f(x): pass"),
     (heavy_imports_of_hal, "hal/a.py", "if TYPE_CHECKING:\n    import torch"),
 ]
 
