@@ -18,7 +18,7 @@ from halocline.hal.ops.compressor import CompressorState, allocate_state, insert
 from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.ops.rope import RopeTable
 
-__all__ = ["allocate_state_reference", "insert_reference"]
+__all__ = ["allocate_state_reference", "finish_entries", "insert_reference"]
 
 
 @implements(allocate_state)
@@ -61,7 +61,7 @@ def insert_reference(
         slots_N = slots_of_positions(
             batch.token_pages_RP, requests_T[closing_N], entries_N[:, None], cache.layout.page_rows
         )[:, 0]
-        rows_ND = _finish(pool, norm_weight_D, rope, entries_N * ratio, cache, eps)
+        rows_ND = finish_entries(pool, norm_weight_D, rope, entries_N * ratio, cache, eps)
         write_rows_reference(cache, slots_N, rows_ND)
     _remember(plan, values_TC.detach(), scores_TC.detach(), state)
 
@@ -107,7 +107,7 @@ def _rows_at(
     return values.masked_fill(~exists, 0.0), scores.masked_fill(~exists, 0.0)
 
 
-def _finish(
+def finish_entries(
     pooled_ND: Tensor, norm_weight_D: Tensor, rope: RopeTable, positions_N: Tensor, cache: CacheHandle, eps: float
 ) -> Tensor:
     """Norm, rotation and, for index keys, the Walsh-Hadamard transform; the row format rounds when it stores."""

@@ -5,7 +5,7 @@ Shapes: T tokens, N streams (or rows whose logits are wanted), D hidden lanes, V
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,7 @@ class DeepseekV4Model:
         max_positions: int | None = None,
         device: str = "cpu",
         with_draft: bool = True,
+        ropes: Mapping[int, RopeTable] | None = None,
     ) -> None:
         """Builds all modules, which take their weights from `source` one by one.
 
@@ -57,6 +58,7 @@ class DeepseekV4Model:
             max_positions: Longest context to serve; the configuration's when left out.
             device: Where rotary tables and caches go, in torch's words.
             with_draft: Whether to build the draft layers.
+            ropes: Rotary tables of another instance of the same model (`self.ropes`), to share them.
         """
         weights = Scope(source=source)
         self.config, self.recipe, self.ops_of_layer = config, recipe, ops_of_layer
@@ -64,10 +66,10 @@ class DeepseekV4Model:
         self.max_positions = max_positions or config.max_position_embeddings
         self.compute_dtype = torch.float32 if recipe.compute == "float32" else torch.bfloat16
         self.ops = ops_of_layer(0)
-        ropes = {ratio: self._rope(ratio) for ratio in (0, 4)}
+        self.ropes = ropes or {ratio: self._rope(ratio) for ratio in set(config.compress_ratios)}
 
         def rope_of(layer: int) -> RopeTable:
-            return ropes[4 if config.compress_ratios[layer] else 0]
+            return self.ropes[config.compress_ratios[layer]]
 
         self.embedding_VD = weights.tensor("embed.weight")
         self.blocks = [
