@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,17 @@ def test_importing_halocline_loads_one_module_of_ours() -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["env"], ["env", "--json"]], ids=" ".join)
 def test_light_commands_load_nothing_heavy(arguments: list[str]) -> None:
     assert top_level(loaded(RUN_CLI.format(arguments=arguments))) & HEAVY == set()
+
+
+def test_plan_weights_loads_nothing_heavy(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    write = (
+        "import json, pathlib\n"
+        "from halocline.models.deepseek_v4 import config_writer, presets\n"
+        f"pathlib.Path({str(config)!r}).write_text(json.dumps(config_writer.to_release(presets.preset('tiny'))))"
+    )
+    assert top_level(loaded(write)) & HEAVY == set()
+    assert top_level(loaded(RUN_CLI.format(arguments=["plan-weights", str(config), "--json"]))) & HEAVY == set()
 
 
 def test_help_stays_within_its_module_budget() -> None:
