@@ -33,5 +33,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     # name, target, help: in the order in which ``halocline --help`` lists them.
+    Command("plan-weights", "halocline.cli.plan_weights:plan_weights", "List what a configuration's checkpoint holds."),
+    Command("make-model", "halocline.cli.make_model:make_model", "Write a small random model in the release's format."),
     Command("env", "halocline.cli.env:env", "List the settings, their values and where each value comes from."),
 )

@@ -180,6 +180,14 @@ class DeepseekV4Config:
         """Returns a changed, newly validated copy."""
         return dataclasses.replace(self, **changes)
 
+    def without_draft(self) -> DeepseekV4Config:
+        """The main network alone."""
+        return self.replace(compress_ratios=self.main_ratios, num_nextn_predict_layers=0, dspark=None)
+
+    def unquantized(self, dtype: Literal["bfloat16", "float32"]) -> DeepseekV4Config:
+        """The same network with every matrix stored plainly; in float32 all other floats as well."""
+        return self.replace(dtype=dtype, quantization=None, expert_dtype=dtype)
+
     @property
     def nope_head_dim(self) -> int:
         """Lanes of a head that are not rotated; the rotary lanes follow them."""
