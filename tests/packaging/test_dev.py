@@ -62,7 +62,7 @@ def test_probe_tells_the_build_of_torch_without_importing_it(
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found = dev.probe(sys.executable)
-    assert (found["torch"], found["gpu"]) == ("2.11.0", is_gpu)
+    assert (found["torch"], found["gpu"], found["site"]) == ("2.11.0", is_gpu, str(tmp_path))
 
 
 def test_pins_are_our_own_where_there_is_no_gpu_build(dev: Any, in_copy: Path) -> None:
