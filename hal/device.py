@@ -7,10 +7,24 @@ hang on the architecture's name (`sm_90`, `gfx942`). `halocline.hal.probe` finds
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["ARCHS", "Arch", "Device", "Fp8Dialect", "Vendor", "arch_facts"]
+__all__ = [
+    "ARCHS",
+    "Arch",
+    "Device",
+    "Fp8Dialect",
+    "Gpu",
+    "Reading",
+    "TorchBuild",
+    "Vendor",
+    "arch_facts",
+    "torch_build",
+]
 
 Vendor = Literal["nvidia", "amd", "cpu"]
 Fp8Dialect = Literal["ocp", "fnuz"]
@@ -150,3 +164,86 @@ class Device:
 
     def __str__(self) -> str:
         return f"{self.vendor} {self.arch} ({self.name})" if self.is_gpu else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A device as a management library reports it.
+
+    Attributes:
+        uuid: `GPU-...`, or `MIG-...` for a partition.
+        name: Product's name.
+        arch: Architecture's name.
+        memory: Bytes.
+        parts: Its partitions, when it is partitioned.
+    """
+
+    uuid: str
+    name: str
+    arch: str
+    memory: int
+    parts: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What one source says about the devices of a vendor.
+
+    Attributes:
+        source: `nvml`, `amdsmi` or `torch`.
+        gpus: Devices, in the order of the source.
+        driver: Version of the driver, where the source tells.
+        problem: Why the source cannot tell; None when it could.
+        applied: Whether the visibility variables are applied already.
+    """
+
+    source: str
+    gpus: tuple[Gpu, ...] = ()
+    driver: str = ""
+    problem: str | None = None
+    applied: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """What the installed torch was built for.
+
+    Attributes:
+        version: Of torch.
+        vendor: Whose devices it drives.
+        toolkit: Version of the vendor's toolkit; empty for a CPU build.
+    """
+
+    version: str
+    vendor: Vendor
+    toolkit: str
+
+    def __str__(self) -> str:
+        return f"torch {self.version} for {self.vendor} {self.toolkit}".rstrip()
+
+
+def torch_build(folder: Path | None = None) -> TorchBuild | None:
+    """Reads torch's version file as text, without importing torch.
+
+    Args:
+        folder: Of the package; found on the path when left out.
+
+    Returns:
+        The build, or None when torch is not installed.
+    """
+    if folder is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or not spec.submodule_search_locations:
+            return None
+        folder = Path(spec.submodule_search_locations[0])
+    file = folder / "version.py"
+    if not file.is_file():
+        return None
+    found = dict(
+        re.findall(r"^(\w+)\s*(?::[^=\n]*)?=\s*['\"]([^'\"]*)['\"]", file.read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    if found.get("hip"):  # first: a ROCm build answers to CUDA's name in much of its interface
+        return TorchBuild(version=found.get("__version__", ""), vendor="amd", toolkit=found["hip"])
+    if found.get("cuda"):
+        return TorchBuild(version=found.get("__version__", ""), vendor="nvidia", toolkit=found["cuda"])
+    return TorchBuild(version=found.get("__version__", ""), vendor="cpu", toolkit="")

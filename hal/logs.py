@@ -82,8 +82,9 @@ def own_loggers() -> None:
     root = logging.getLogger()
     if not any(isinstance(h, _Handler) for h in root.handlers):
         return
-    for added in [h for h in root.handlers if type(h) is logging.StreamHandler]:  # by a library's basicConfig
-        root.removeHandler(added)
+    for handler in list(root.handlers):
+        if type(handler) is logging.StreamHandler:  # added by a library's basicConfig
+            root.removeHandler(handler)  # pyright: ignore[reportUnknownArgumentType]
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or name == ROOT or name.startswith(ROOT + "."):
             continue

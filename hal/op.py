@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 __all__ = [
     "KernelSpec",
@@ -72,7 +72,7 @@ class Op(Generic[P, R]):
         mutates: tuple[str, ...],
         graph_safe: bool,
         batch_invariant: bool,
-        prepare: Op[..., object] | None,
+        prepare: Op[..., Any] | None,
     ) -> None:
         self.contract = contract
         self.family = family
@@ -107,7 +107,7 @@ def op(
     mutates: tuple[str, ...] = (),
     graph_safe: bool = True,
     batch_invariant: bool = True,
-    prepare: Op[..., object] | None = None,
+    prepare: Op[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declares the decorated signature as an op of `family`; see `Op` for the arguments."""
 
@@ -178,6 +178,7 @@ class KernelSpec:
         target: `package.module:function` of our wrapper, imported when bound, never before.
         prepare: `package.module:function` of the load-time weight conversion, for ops that have one.
         providers: Where its library may live, in order of preference; empty means nothing is needed.
+        requires: Further libraries, all of which it needs.
         vendor: `nvidia`, `amd` or `cpu`; empty means any.
         archs: Architectures it runs on (`sm_90`, `gfx942`); empty means every one of the vendor.
         features: Device features it needs, for example `fp8_ocp`.
@@ -201,12 +202,13 @@ class KernelSpec:
     target: str
     prepare: str = ""
     providers: tuple[Provider, ...] = ()
+    requires: tuple[Provider, ...] = ()
     vendor: str = ""
     archs: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
-    formats: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    traits: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    semantics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    formats: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    traits: Mapping[str, tuple[object, ...]] = field(default_factory=dict[str, tuple[object, ...]])
+    semantics: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     graph_safe: bool = True
     deterministic: Determinism = "run"
     rank: int | Mapping[str, int] = 0

@@ -19,7 +19,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from halocline.hal.device import Device
 from halocline.hal.errors import OverrideError, lines
@@ -175,7 +175,8 @@ def read_override_file(path: Path) -> tuple[str, ...]:
         ) from error
     unknown = sorted(set(parsed) - {"kernels"})
     listed = parsed.get("kernels", [])
-    if unknown or not isinstance(listed, list) or not all(isinstance(text, str) for text in listed):
+    texts = [text for text in cast("list[object]", listed) if isinstance(text, str)] if isinstance(listed, list) else []
+    if unknown or not isinstance(listed, list) or len(texts) != len(cast("list[object]", listed)):
         raise OverrideError(
             lines(
                 f"the configuration file {path} holds something else than overrides",
@@ -183,7 +184,7 @@ def read_override_file(path: Path) -> tuple[str, ...]:
                 expected=f"kernels = [{_EXAMPLE.split(',', 1)[0]!r}]",
             )
         )
-    return tuple(str(text) for text in listed)
+    return tuple(texts)
 
 
 def _from_hip_backend(value: str, device: Device, notes: list[str]) -> Iterable[Override]:

@@ -16,7 +16,9 @@ _HOMES = {
     "pytorch-triton-rocm": "it comes with the ROCm build of torch",
     "sgl-flash-mla": "pip install --no-deps sgl-flash-mla==1.0.0",
     "tilelang": "pip install 'halocline[cuda]' or 'halocline[rocm]'",
-    "tokenspeed-kernel-amd": "pip install tokenspeed-kernel-amd",
+    "sglang": "no kernel package carries it; pip install --no-deps sglang",
+    "tokenspeed-deepgemm": "pip install --no-deps tokenspeed-deepgemm, instead of sgl-deep-gemm",
+    "tokenspeed-flashmla": "pip install --no-deps tokenspeed-flashmla, instead of sgl-flash-mla",
     "torch": "pip install torch",
     "triton": "it comes with torch's GPU builds; pip install triton",
 }

@@ -216,11 +216,12 @@ class _Case:
         ranked = self._ranked(bans)
         tied = [c.label for c in ranked if self._rank(c) == self._rank(ranked[0])]
         if len(tied) > 1:
+            op = self.request.op
             raise NoKernelError(
                 lines(
-                    f"{len(tied)} kernels of rank {self._rank(ranked[0])} for {self.request.op!r} on {self.device}",
+                    f"{len(tied)} kernels of rank {self._rank(ranked[0])} for {op!r} on {self.device}",
                     tied=", ".join(tied),
-                    try_=f"--kernel {self.request.op}={tied[0]}, and give the kernels different ranks in their manifests",
+                    try_=f"--kernel {op}={tied[0]}, and give them different ranks in their manifests",
                 )
             )
         return ranked[0] if ranked else None
@@ -300,7 +301,7 @@ def _no_kernel(missing: Sequence[Binding], device: Device, policy: Policy) -> No
             f"no kernel for {binding.op!r} on {device}",
             asked=binding.request.asked(),
             **rows,
-            none_either=others or None,
+            also=others or None,
             try_=remedy,
         )
     )

@@ -199,9 +199,16 @@ class Settings:
         return self.dump_dir if self.dump_dir is not None else Path("halocline-dumps")
 
 
-@functools.cache
 def process_settings() -> Settings:
-    """The settings of this process: read on the first call, the same object ever after."""
+    """The settings of this process: read on the first call, the same object ever after.
+
+    A forked worker reads for itself: it does not inherit what its parent decided.
+    """
+    return _settings_of(os.getpid())
+
+
+@functools.lru_cache(maxsize=1)
+def _settings_of(process: int) -> Settings:
     return Settings.read()
 
 

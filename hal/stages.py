@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from halocline.hal.device import Device
 from halocline.hal.inventory import Inventory
 from halocline.hal.op import Determinism, KernelSpec, Status
-from halocline.hal.providers import choose_provider
+from halocline.hal.providers import choose_provider, provider_problem
 from halocline.hal.request import KernelRequest
 from halocline.hal.versions import satisfies
 
@@ -96,6 +96,10 @@ def reasons_against(
         yield "status", f"planned: {spec.target} is still to come"
     _, problems = choose_provider(spec.providers, inventory)
     yield from (("package", problem) for problem in problems)
+    for provider in spec.requires:
+        problem = provider_problem(provider, inventory)
+        if problem is not None:
+            yield "package", problem
     if spec.name == REFERENCE and device.is_gpu:
         yield "policy", "never chosen on a GPU unless named"
 

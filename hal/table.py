@@ -6,12 +6,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from halocline.hal.device import Device
 from halocline.hal.errors import ConfigError
 from halocline.hal.op import KernelSpec, Provider, Status
 from halocline.hal.request import KernelRequest
+
+if TYPE_CHECKING:
+    from halocline.hal.ops.attention import PrefillLayout
 
 __all__ = ["Binding", "Bound", "KernelTable", "Rejection", "Source", "layer_text"]
 
@@ -81,9 +84,10 @@ class Binding:
 
     @property
     def status(self) -> Status | None:
-        """The least proven status of the kernels."""
+        """The least proven status of the kernels; None where there is no kernel."""
+        found = {bound.status for bound in self.kernels}
         order: tuple[Status, ...] = ("planned", "not_run", "run")
-        return min((bound.status for bound in self.kernels), key=order.index, default=None)
+        return next((status for status in order if status in found), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +133,19 @@ class KernelTable:
         return tuple(dict.fromkeys(binding.op for binding in self.bindings if len(binding.kernels) > 1))
 
     @property
+    def prefill_layout(self) -> PrefillLayout:
+        """The layout of prefill that the requests state, for attention plans; paged when they state none."""
+        stated = (b.request.traits.get("prefill_layout") for b in self.bindings)
+        return "ragged" if "ragged" in stated else "paged"
+
+    @property
     def digest(self) -> str:
         """Short hash of every choice; ranks exchange it and stop on a mismatch."""
         rows = [
             [
                 binding.op,
                 None if binding.layers is None else list(binding.layers),
+                sorted((name, str(value)) for name, value in binding.request.traits.items()),
                 [[bound.spec.name, bound.spec.target, bound.version] for bound in binding.kernels],
             ]
             for binding in self.bindings

@@ -93,7 +93,7 @@ class AttentionPlan:
     window_rows: RowSelection
     visible: dict[int, Tensor]
     all_rows: dict[int, RowSelection]
-    kernel_state: dict[str, object] = field(default_factory=dict)
+    kernel_state: dict[str, object] = field(default_factory=dict[str, object])
 
 
 @op("attention", batch_invariant=True)
@@ -223,14 +223,14 @@ def sparse_prefill(
     "attention",
     tolerances={
         "float32": Tolerance(atol=1e-4, rtol=1e-4, norm=1e-5, reason="float32 rotation and sums"),
-        "bfloat16": Tolerance(atol=5e-2, rtol=3e-2, norm=4e-2, reason="an E4M3 input rounding where the kernel has one"),
+        "bfloat16": Tolerance(
+            atol=5e-2, rtol=3e-2, norm=4e-2, reason="an E4M3 input rounding where the kernel has one"
+        ),
     },
     semantics=("rope_pairing", "fp8_dialect"),
     prepare=prepare_linear,
 )
-def output(
-    plan: AttentionPlan, out_THD: Tensor, rope: RopeTable, wo_a: PreparedWeight, *, num_groups: int
-) -> Tensor:
+def output(plan: AttentionPlan, out_THD: Tensor, rope: RopeTable, wo_a: PreparedWeight, *, num_groups: int) -> Tensor:
     """Rotates the last lanes back at the query's position, then projects each group of heads.
 
     Args:

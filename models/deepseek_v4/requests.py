@@ -135,7 +135,7 @@ class _Builder:
         """Projections, norms, hyper-connections, the head, collectives and sampling."""
         config = self._config
         dense = self._dense_format()
-        weights = tuple(dict.fromkeys((dense, "bfloat16" if config.dtype == "bfloat16" else "float32", "float32")))
+        weights = tuple(dict.fromkeys((dense, config.dtype)))
         linear = {"fp8_dialect": _weight_dialect(*weights), "activation": self._activation(dense)}
         streams: dict[str, Trait] = {"num_streams": config.hc_mult, "hidden_size": config.hidden_size}
         for add in (self._layers, self._outside):
