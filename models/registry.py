@@ -11,11 +11,16 @@ from halocline.hal.errors import ConfigError, lines
 from halocline.models.config_file import read_config_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from halocline.hal.formats import Recipe
+    from halocline.hal.ops import Ops
+    from halocline.hal.request import KernelRequest
     from halocline.models.checkpoint_match import NameResolver
     from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.interface import CausalModel
     from halocline.models.weight_plan import WeightPlan
+    from halocline.models.weight_source import WeightSource
 
 __all__ = ["FAMILIES", "ModelFamily", "family_of", "load_config"]
 
@@ -29,13 +34,15 @@ class ModelFamily:
         config: Class with `from_dict(raw, source=...)`.
         plan: Function from a configuration to its `WeightPlan`.
         names: Function that resolves a stored tensor's name; see `checkpoint_match.NameResolver`.
-        network: Module of the network.
+        requests: Function that lists the ops that the network calls, for `halocline.hal.selection.bind`.
+        network: Class of the network, built from configuration, recipe, kernels and a weight source.
     """
 
     model_type: str
     config: str
     plan: str
     names: str
+    requests: str
     network: str
 
     def parse_config(self, raw: dict[str, Any], *, source: str) -> DeepseekV4Config:
@@ -50,6 +57,21 @@ class ModelFamily:
         """The function that resolves stored names."""
         return cast("NameResolver", _load(self.names))
 
+    def kernel_requests(self, config: DeepseekV4Config, recipe: Recipe, **traits: Any) -> Sequence[KernelRequest]:
+        """Every op that the network calls, with what its kernels must be able to do."""
+        return cast("Callable[..., Sequence[KernelRequest]]", _load(self.requests))(config, recipe, **traits)
+
+    def build(
+        self,
+        config: DeepseekV4Config,
+        recipe: Recipe,
+        ops_of_layer: Callable[[int], Ops],
+        source: WeightSource,
+        **options: Any,
+    ) -> CausalModel:
+        """Builds the network, which takes its weights from the source; see its class for the options."""
+        return cast("CausalModel", _load(self.network)(config, recipe, ops_of_layer, source, **options))
+
 
 FAMILIES = {
     "deepseek_v4": ModelFamily(
@@ -57,7 +79,8 @@ FAMILIES = {
         config="halocline.models.deepseek_v4.config:DeepseekV4Config",
         plan="halocline.models.deepseek_v4.weight_plan:plan_weights",
         names="halocline.models.deepseek_v4.weights:resolve_name",
-        network="halocline.models.deepseek_v4.model",
+        requests="halocline.models.deepseek_v4.requests:kernel_requests",
+        network="halocline.models.deepseek_v4.model:DeepseekV4Model",
     ),
 }
 
