@@ -35,5 +35,8 @@ COMMANDS: tuple[Command, ...] = (
     # name, target, help: in the order in which ``halocline --help`` lists them.
     Command("plan-weights", "halocline.cli.plan_weights:plan_weights", "List what a configuration's checkpoint holds."),
     Command("make-model", "halocline.cli.make_model:make_model", "Write a small random model in the release's format."),
-    Command("env", "halocline.cli.env:env", "List the settings, their values and where each value comes from."),
+    Command("doctor", "halocline.cli.doctor:doctor", "Check device, torch, packages and folders of this machine."),
+    Command("explain", "halocline.cli.explain:explain", "Show which kernel serves each op, and why not the others."),
+    Command("kernels", "halocline.cli.kernels:app", "List the kernels, or what serves each op on each device."),
+    Command("env", "halocline.cli.env:env", "List the settings, and where each value comes from."),
 )

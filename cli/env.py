@@ -16,7 +16,7 @@ __all__ = ["env"]
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """List the settings, their values and where each value comes from.
+    """List the settings, and where each value comes from.
 
     A setting is a variable HALOCLINE_NAME in the environment. An empty value means unset; a variable of that prefix
     which is not in this list stops every command.
