@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from halocline.hal.inventory import Inventory, canonical_name
 from halocline.hal.op import Provider
@@ -32,20 +32,28 @@ def choose_provider(providers: Sequence[Provider], inventory: Inventory) -> tupl
     """
     reasons: list[str] = []
     for provider in providers:
-        problem = provider_problem(provider, inventory)
+        problem = provider_problem(provider, inventory, alternatives=providers)
         if problem is None:
             return provider, ()
         reasons.append(problem)
     return None, tuple(reasons)
 
 
-def provider_problem(provider: Provider, inventory: Inventory) -> str | None:
-    """Why a provider cannot be used, or None."""
+def provider_problem(provider: Provider, inventory: Inventory, *, alternatives: Iterable[Provider] = ()) -> str | None:
+    """Why a provider cannot be used, or None.
+
+    Args:
+        provider: The provider.
+        inventory: What is installed.
+        alternatives: Providers of the same library, whose ownership of the module is no surprise.
+    """
     name, module = provider.distribution, provider.module
     found = inventory.find(name)
-    owners = [owner for owner in inventory.owners(module)]
+    owners = inventory.owners(module)
     if found is None:
-        others = " and ".join(f"{owner.distribution} {owner.version}" for owner in owners)
+        known = {canonical_name(other.distribution) for other in alternatives}
+        strangers = [owner for owner in owners if canonical_name(owner.distribution) not in known]
+        others = " and ".join(f"{owner.distribution} {owner.version}" for owner in strangers)
         claimed = f"; the module {module} here belongs to {others}, another library" if others else ""
         return f"package {name} is not installed{claimed}; {_how(provider)}"
     if not satisfies(found.version, provider.versions):
