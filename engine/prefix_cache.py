@@ -46,11 +46,12 @@ class Node:
         window_pages: Window pages that cover the window before the boundary, if this is a resume point.
         slot: State slot with the compressor state at the boundary, if this is a resume point; else -1.
         num_hits: Requests that resumed here.
+        extra_keys: Of a root, what its prompts share.
     """
 
-    __slots__ = ("children", "depth", "key", "num_hits", "page", "parent", "slot", "window_pages")
+    __slots__ = ("children", "depth", "extra_keys", "key", "num_hits", "page", "parent", "slot", "window_pages")
 
-    def __init__(self, parent: Node | None, key: bytes, page: int, depth: int) -> None:
+    def __init__(self, parent: Node | None, key: bytes, page: int, depth: int, extra_keys: ExtraKeys = ()) -> None:
         self.parent = parent
         self.key = key
         self.page = page
@@ -59,6 +60,7 @@ class Node:
         self.window_pages: tuple[int, ...] = ()
         self.slot = -1
         self.num_hits = 0
+        self.extra_keys = extra_keys
 
     @property
     def is_resume_point(self) -> bool:
@@ -204,7 +206,7 @@ class PrefixCache:
         if node is None:
             node = self._roots.get(extra_keys)
         if node is None:
-            node = self._roots[extra_keys] = Node(None, b"", -1, 0)
+            node = self._roots[extra_keys] = Node(None, b"", -1, 0, extra_keys)
         self._token_pool.hold_for_cache(pages)
         for block, page in zip(blocks, pages, strict=True):
             assert block not in node.children, "a known page is inserted again"
@@ -291,6 +293,10 @@ class PrefixCache:
         self._window_pool.drop_from_cache(node.window_pages)
         self._slot_pool.drop_from_cache((node.slot,))
         node.window_pages, node.slot = (), -1
+        self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Removes a node and those before it while nothing lies behind them and nobody can resume there."""
         at = node
         while at.parent is not None and not at.children and not at.is_resume_point:
             parent = at.parent
@@ -298,6 +304,8 @@ class PrefixCache:
             self._token_pool.drop_from_cache((at.page,))
             at.parent = None
             at = parent
+        if at.parent is None and not at.children:
+            self._roots.pop(at.extra_keys, None)
 
     def discard(self, node: Node) -> None:
         """Removes a node and everything behind it, for rows that turned out bad."""

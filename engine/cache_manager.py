@@ -1,0 +1,341 @@
+"""CacheManager: which pages and slots each row holds. Frees what left the window, evicts, and only then gives up.
+
+Three pools (window pages, token pages, state slots) and one prefix tree over them; see docs/adr/0005.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from halocline.engine.page_pool import PagePool
+from halocline.engine.prefix_cache import Match, PrefixCache
+from halocline.engine.row_table import PageTable, RowTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from halocline.engine.memory_plan import MemoryPlan
+    from halocline.engine.prefix_cache import Node
+    from halocline.engine.request import Request
+
+__all__ = ["CacheManager", "CacheUsage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheUsage:
+    """Pages and slots at one moment.
+
+    Attributes:
+        window_pages: Held by requests, held by the prefix cache alone, free.
+        token_pages: The same.
+        state_slots: The same.
+    """
+
+    window_pages: tuple[int, int, int]
+    token_pages: tuple[int, int, int]
+    state_slots: tuple[int, int, int]
+
+
+class CacheManager:
+    """Pages of all rows.
+
+    Attributes:
+        memory: Sizes of the pools.
+        table: Rows and their page tables.
+        window_pool, token_pool, slot_pool: The pools.
+        prefix: The prefix tree, or None where prefixes are not kept.
+        restores: See `take_restores`; their sources are shared so that nobody takes them before the copy.
+        num_closed: Rows closed so far; a request that did not fit is tried again when this has grown.
+    """
+
+    def __init__(self, memory: MemoryPlan, *, prefix_caching: bool) -> None:
+        geometry = memory.cache_plan.geometry
+        self.memory = memory
+        self.window = geometry.window
+        self.window_rows = geometry.window_page_rows
+        self.page_tokens = geometry.page_tokens
+        self.table = RowTable(memory.max_requests, memory.max_positions, geometry)
+        self.window_pool = PagePool("window page", memory.num_window_pages)
+        self.token_pool = PagePool("token page", memory.num_token_pages)
+        self.slot_pool = PagePool("state slot", memory.num_state_slots)
+        pools = (self.token_pool, self.window_pool, self.slot_pool)
+        self.prefix = PrefixCache(*pools, page_tokens=self.page_tokens) if prefix_caching else None
+        self.restores: list[tuple[int, int]] = []
+        self.num_closed = 0
+
+    # ---- admission ----------------------------------------------------------------------------------------------
+
+    def open(self, request: Request, *, reserved_token_pages: int) -> bool:
+        """Gives a request a row, a state slot and the pages of its known prefix, if all its tokens can follow.
+
+        A request that resumes adds a copy of state slots to `restores`.
+
+        Args:
+            request: Waiting, with all its tokens known.
+            reserved_token_pages: Token pages that must stay reachable beyond the request's own.
+
+        Returns:
+            False, with nothing changed but evictions, if it does not fit now.
+        """
+        tokens = request.tokens()
+        match = Match([], None, None)
+        if self.prefix is not None and not request.scores_prompt:
+            match = self.prefix.match(tokens, request.extra_keys)
+        attempts = (match, match._replace(pages=[], resume=None)) if match.resume is not None else (match,)
+        for attempt in attempts:
+            if self._hold_match(attempt, len(tokens), reserved_token_pages):
+                self._fill_row(request, attempt, tokens)
+                return True
+        return False
+
+    def _hold_match(self, match: Match, num_tokens: int, reserved_token_pages: int) -> bool:
+        """Shares what a match gives if the rest of the tokens can follow and a slot can be freed."""
+        node = match.resume
+        if node is not None:
+            self.token_pool.share(match.pages)
+            self.window_pool.share(node.window_pages)
+            self.slot_pool.share((node.slot,))
+        missing = -(-num_tokens // self.page_tokens) - len(match.pages)
+        fits = (
+            self.token_pool.num_reachable >= missing + reserved_token_pages
+            and self.window_pool.num_reachable >= 1
+            and self._free_slot()
+        )
+        if not fits and node is not None:
+            self.token_pool.release(match.pages)
+            self.window_pool.release(node.window_pages)
+            self.slot_pool.release((node.slot,))
+        return fits
+
+    def _fill_row(self, request: Request, match: Match, tokens: NDArray[np.int32]) -> None:
+        table, node = self.table, match.resume
+        row = table.open(request)
+        (slot,) = self.slot_pool.allocate(1)
+        table.state_slots[row] = slot
+        boundary = 0
+        if node is not None:
+            boundary = node.depth * self.page_tokens
+            table.tokens.set_span(row, 0, match.pages)
+            table.window_end[row] = boundary // self.window_rows
+            table.window_start[row] = table.window_end[row] - len(node.window_pages)
+            table.window.set_span(row, int(table.window_start[row]), list(node.window_pages))
+            table.token_end[row] = node.depth
+            self.restores.append((node.slot, slot))
+        table.computed[row] = boundary
+        request.node = request.resumed_at = node
+        request.prefill_end = len(tokens)
+        request.stops = []
+        if self.prefix is not None:
+            self.prefix.count_lookup(tokens, request.extra_keys, node)
+            known = match.known.depth * self.page_tokens if match.known is not None else 0
+            last = (len(tokens) - 1) // self.page_tokens * self.page_tokens
+            request.stops = sorted({stop for stop in (known, last) if stop > boundary})
+
+    def _free_slot(self) -> bool:
+        return self.slot_pool.num_free > 0 or (self.prefix is not None and self.prefix.free_slots(1))
+
+    def take_restores(self) -> list[tuple[int, int]]:
+        """The copies of state slots (source, target) that the next step has to begin with."""
+        restores, self.restores = self.restores, []
+        return restores
+
+    def end_restores(self, restores: list[tuple[int, int]]) -> None:
+        """Lets go of the sources of copies that have been launched."""
+        self.slot_pool.release(source for source, _ in restores)
+
+    # ---- pages of a prefill chunk -------------------------------------------------------------------------------
+
+    def expire(self, row: int, position: int) -> None:
+        """Frees the window pages that no query from `position` on can see."""
+        table = self.table
+        first = max(position - self.window + 1, 0) // self.window_rows
+        start, stop = int(table.window_start[row]), min(first, int(table.window_end[row]))
+        if stop > start:
+            self.window_pool.release(table.window.clear_span(row, start, stop))
+            table.window_start[row] = stop
+
+    def reachable_end(self, row: int, end: int) -> int:
+        """How far up to `end` the row's pages can grow, eviction included."""
+        table = self.table
+        window_end = (int(table.window_end[row]) + self.window_pool.num_reachable) * self.window_rows
+        token_end = (int(table.token_end[row]) + self.token_pool.num_reachable) * self.page_tokens
+        return min(end, window_end, token_end)
+
+    def extend(self, row: int, end: int) -> None:
+        """Gives a row the pages of all positions before `end`, which `reachable_end` has allowed."""
+        table = self.table
+        self._extend(self.window_pool, table.window, table.window_end, row, end)
+        self._extend(self.token_pool, table.tokens, table.token_end, row, end)
+
+    def _extend(self, pool: PagePool, pages: PageTable, ends: NDArray[np.int32], row: int, end: int) -> None:
+        first = int(ends[row])
+        count = -(-end // pages.unit) - first
+        if count > 0:
+            self._make_room(pool, count)
+            pages.set_span(row, first, pool.allocate(count))
+            ends[row] = first + count
+
+    def _make_room(self, pool: PagePool, count: int) -> bool:
+        """Evicts until a pool has this many free pages; False without any change if that cannot be."""
+        if pool.num_free >= count:
+            return True
+        if self.prefix is None or pool.num_reachable < count:
+            return False
+        free = self.prefix.free_window_pages if pool is self.window_pool else self.prefix.free_token_pages
+        return free(count)
+
+    # ---- pages of a decode step ---------------------------------------------------------------------------------
+
+    def extend_decode(self, rows: NDArray[np.int32]) -> bool:
+        """Gives each row the pages of its next position, after freeing what left the window.
+
+        Returns:
+            False, with nothing allocated, if they cannot be had for all of these rows.
+        """
+        table = self.table
+        positions = table.computed[rows]
+        self._expire_decode(rows, positions)
+        window_rows = rows[positions >= table.window_end[rows] * self.window_rows]
+        token_rows = rows[positions >= table.token_end[rows] * self.page_tokens]
+        if not self._make_room(self.window_pool, len(window_rows)):
+            return False
+        if not self._make_room(self.token_pool, len(token_rows)):
+            return False
+        for pool, pages, ends, late in (
+            (self.window_pool, table.window, table.window_end, window_rows),
+            (self.token_pool, table.tokens, table.token_end, token_rows),
+        ):
+            if len(late):
+                pages.set_cells(late, ends[late], pool.allocate(len(late)))
+                ends[late] += 1
+        return True
+
+    def _expire_decode(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
+        table = self.table
+        first = np.maximum(positions - (self.window - 1), 0) // self.window_rows
+        late = first > table.window_start[rows]
+        if not late.any():
+            return
+        gone = rows[late]
+        columns = table.window_start[gone]
+        if (first[late] - columns).max() > 1:  # behind a chunk or a resume; afterwards it is one page at a time
+            for row, position in zip(gone.tolist(), positions[late].tolist(), strict=True):
+                self.expire(row, position)
+            return
+        self.window_pool.release(table.window.pages[gone, columns].tolist())
+        table.window.set_cells(gone, columns, -1)
+        table.window_start[gone] = columns + 1
+
+    # ---- resume points ------------------------------------------------------------------------------------------
+
+    def remember(self, request: Request, boundary: int) -> tuple[int, int] | None:
+        """Makes a page boundary that a request has just reached a resume point.
+
+        Boundaries that a prefill had to stop at stay until they are evicted. Others follow the request: the one before
+        is given up unless somebody resumed there.
+
+        Returns:
+            State slots to copy (source, target) before the next step, or None if nothing was stored.
+        """
+        prefix, row = self.prefix, request.row
+        window_pages = self._window_before(row, boundary)
+        if prefix is None or window_pages is None:
+            return None
+        node = self._known_path(request, boundary // self.page_tokens)
+        if node is not None and node.depth * self.page_tokens == boundary and node.is_resume_point:
+            return None
+        first = node.depth if node is not None else 0
+        blocks = request.blocks(first, boundary // self.page_tokens, self.page_tokens)
+        pages = self.table.tokens.pages[row, first : boundary // self.page_tokens].tolist()
+        end = prefix.extend(node, blocks, pages, request.extra_keys)
+        old = request.moving
+        if old is not None and old is not end and old.is_resume_point and old.num_hits == 0:
+            prefix.forget_resume_point(old)
+        if not self._free_slot():
+            prefix.prune(end)
+            request.node = None
+            return None
+        (slot,) = self.slot_pool.allocate(1)
+        prefix.make_resume_point(end, window_pages, slot)
+        if blocks:
+            request.made.append(_ancestor(end, first + 1))
+        request.node = end
+        request.moving = None if boundary in request.stops else end
+        return int(self.table.state_slots[row]), slot
+
+    def _window_before(self, row: int, boundary: int) -> list[int] | None:
+        """Pages of the window before a boundary; None if one is gone."""
+        first = max(boundary - self.window + 1, 0) // self.window_rows
+        if first < int(self.table.window_start[row]):
+            return None
+        pages: list[int] = self.table.window.pages[row, first : boundary // self.window_rows].tolist()
+        return pages if min(pages, default=0) >= 0 else None
+
+    def _known_path(self, request: Request, depth: int) -> Node | None:
+        """Follows the tree along a request, at most to a depth, and takes over the tree's pages for its own copies.
+
+        Afterwards a request that holds the page of a node holds those of all its ancestors too, so whatever the tree
+        alone holds can be evicted.
+        """
+        assert self.prefix is not None
+        node = request.node if request.node is not None and request.node.is_attached else None
+        start = node.depth if node is not None else 0
+        path = self.prefix.walk(node, request.blocks(start, depth, self.page_tokens), request.extra_keys)
+        for at in path:
+            own = int(self.table.tokens.pages[request.row, at.depth - 1])
+            if own != at.page:
+                self.token_pool.share((at.page,))
+                self.token_pool.release((own,))
+                self.table.tokens.set_span(request.row, at.depth - 1, at.page)
+        request.node = path[-1] if path else node
+        return request.node
+
+    def discard(self, request: Request) -> None:
+        """Removes from the tree whatever a request put there or resumed from: its rows turned out bad."""
+        if self.prefix is None:
+            return
+        for node in (*request.made, *((request.resumed_at,) if request.resumed_at is not None else ())):
+            self.prefix.discard(node)
+        request.made.clear()
+
+    # ---- the end of a row ---------------------------------------------------------------------------------------
+
+    def close(self, request: Request) -> None:
+        """Takes everything away from a row. What the prefix tree holds too stays there."""
+        table, row = self.table, request.row
+        self.window_pool.release(table.window.clear_span(row, int(table.window_start[row]), int(table.window_end[row])))
+        self.token_pool.release(table.tokens.clear_span(row, 0, int(table.token_end[row])))
+        self.slot_pool.release((int(table.state_slots[row]),))
+        table.close(row)
+        self.num_closed += 1
+
+    def usage(self) -> CacheUsage:
+        """Pages and slots now."""
+        split = [
+            (pool.size - pool.num_reachable, pool.num_only_cached, pool.num_free)
+            for pool in (self.window_pool, self.token_pool, self.slot_pool)
+        ]
+        return CacheUsage(window_pages=split[0], token_pages=split[1], state_slots=split[2])
+
+    def check(self) -> None:
+        """Compares all counts, for tests and the idle check.
+
+        Raises:
+            AssertionError: If pages or slots are lost or counted twice.
+        """
+        for pool in (self.window_pool, self.token_pool, self.slot_pool):
+            pool.check()
+        if self.table.num_free == self.table.num_rows:
+            for pool in (self.window_pool, self.token_pool, self.slot_pool):
+                assert pool.num_reachable == pool.size, f"a {pool.name} is held although nothing runs"
+
+
+def _ancestor(node: Node, depth: int) -> Node:
+    """The node of this depth on the way from the root."""
+    while node.depth > depth:
+        assert node.parent is not None
+        node = node.parent
+    return node
