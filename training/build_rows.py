@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from halocline.training.data import Encoder, make_rows, write_rows
+from halocline.training.data import Encoder, make_rows
+from halocline.training.rows import write_rows
 from halocline.training.split import Split
 from halocline.training.stages import STAGES
 

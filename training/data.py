@@ -1,17 +1,10 @@
-"""Rows of training tokens: exercises end to end, each row a pure function of its number.
-
-A row is stored as uint16. The low ten bits are the token; the two above say what the token is to
-the loss, so a file of rows needs no second file of masks.
-"""
+"""Makes rows of training tokens: exercises end to end, each row a pure function of its number."""
 
 from __future__ import annotations
 
-import io
-import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 import deepseek_recipe as recipe
 import numpy as np
@@ -22,42 +15,18 @@ from halocline.training.lessons.lookup import make_lookup_of
 from halocline.training.lessons.prose import make_text
 from halocline.training.lessons.registry import LESSONS
 from halocline.training.render import encode_item
+from halocline.training.rows import KIND_PROMPT, KIND_REPLY, KIND_TEXT, Row, pack
 from halocline.training.split import Split, random_for
 from halocline.training.stages import Stage
 from halocline.training.tokenizer import CONTROL_TOKENS
 
-__all__ = [
-    "KIND_PROMPT",
-    "KIND_REPLY",
-    "KIND_TEXT",
-    "Batch",
-    "Encoder",
-    "batch_at",
-    "load_rows",
-    "make_rows",
-    "token_kinds",
-    "write_rows",
-]
-
-Row = NDArray[np.uint16]
-
-KIND_PROMPT, KIND_REPLY, KIND_TEXT = 0, 1, 2
-_KIND_SHIFT = 10
-_TOKEN_MASK = (1 << _KIND_SHIFT) - 1
+__all__ = ["Encoder", "make_rows", "token_kinds"]
 
 _BOS, _EOS = 0, 1
 _ASSISTANT = CONTROL_TOKENS.index("<｜Assistant｜>")
 _MAX_ITEMS_PER_ROW = 1024
 _MAX_REFUSALS = 6
 _SMALLEST_TEXT = 16
-
-
-class Batch(NamedTuple):
-    """One step's input: `targets` is `tokens` one place on, `kinds` is what each target is."""
-
-    tokens_BT: NDArray[np.int64]
-    targets_BT: NDArray[np.int64]
-    kinds_BT: NDArray[np.uint8]
 
 
 class Encoder:
@@ -84,22 +53,18 @@ def token_kinds(ids: Sequence[int]) -> NDArray[np.uint16]:
     return kinds
 
 
-def _pack(ids: Sequence[int], kinds: NDArray[np.uint16]) -> Row:
-    return (np.asarray(ids, dtype=np.uint16) | (kinds << _KIND_SHIFT)).astype(np.uint16)
-
-
 def _text_row(encoder: Encoder, seed: int, index: int, split: Split, limit: int) -> Row:
     text = make_text(seed, index, split)
     ids = [_BOS, *encoder.tokenizer.encode(text, add_special_tokens=False).ids, _EOS][:limit]
     kinds = np.full(len(ids), KIND_TEXT, dtype=np.uint16)
     kinds[0] = KIND_PROMPT
-    return _pack(ids, kinds)
+    return pack(ids, kinds)
 
 
 def _long_lookup(encoder: Encoder, stage: Stage, rng: Random, split: Split) -> Row:
     item = make_lookup_of(rng, split, rng.randint(*stage.long_lookup))
     ids = encode_item(encoder.recipe, item, _EOS)
-    return _pack(ids, token_kinds(ids))
+    return pack(ids, token_kinds(ids))
 
 
 def _row(encoder: Encoder, stage: Stage, seed: int, number: int, split: Split) -> Row:
@@ -122,7 +87,7 @@ def _row(encoder: Encoder, stage: Stage, seed: int, number: int, split: Split) -
             part = _text_row(encoder, seed, index, split, room)
         else:
             ids = encode_item(encoder.recipe, LESSONS[name](seed, index, split), _EOS)
-            part = _pack(ids, token_kinds(ids))
+            part = pack(ids, token_kinds(ids))
         if len(part) > room:
             refusals += 1
             continue
@@ -147,35 +112,3 @@ def make_rows(
     for i in range(count):
         rows[i] = _row(encoder, stage, seed, start + i, split)
     return rows
-
-
-def write_rows(path: Path, rows: NDArray[np.uint16]) -> None:
-    """Write rows as .npy, or as .npy.xz at about a fifth of the size."""
-    opener = lzma.open if path.suffix == ".xz" else open
-    with opener(path, "wb") as file:
-        np.save(file, rows)
-
-
-def load_rows(path: Path) -> NDArray[np.uint16]:
-    """Read a file of rows; a .npy is mapped, a .npy.xz is unpacked in memory."""
-    if path.suffix == ".xz":
-        with lzma.open(path, "rb") as file:
-            rows: NDArray[np.uint16] = np.load(io.BytesIO(file.read()))
-            return rows
-    mapped: NDArray[np.uint16] = np.load(path, mmap_mode="r")
-    return mapped
-
-
-def batch_at(rows: NDArray[np.uint16], *, seed: int, step: int, batch: int) -> Batch:
-    """Return the batch of one step: every epoch takes all rows once, in an order of its own."""
-    num_rows = len(rows)
-    places = np.arange(step * batch, (step + 1) * batch)
-    epochs = places // num_rows
-    chosen = np.empty(batch, dtype=np.int64)
-    for epoch in np.unique(epochs):
-        order = np.random.default_rng((seed, int(epoch))).permutation(num_rows)
-        chosen[epochs == epoch] = order[places[epochs == epoch] % num_rows]
-    packed = np.asarray(rows[chosen])
-    tokens = (packed & _TOKEN_MASK).astype(np.int64)
-    kinds = (packed[:, 1:] >> _KIND_SHIFT).astype(np.uint8)
-    return Batch(tokens[:, :-1], tokens[:, 1:], kinds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,19 +11,10 @@ import numpy as np
 import pytest
 
 from halocline.training.build_rows import main
-from halocline.training.data import (
-    KIND_PROMPT,
-    KIND_REPLY,
-    KIND_TEXT,
-    Encoder,
-    batch_at,
-    load_rows,
-    make_rows,
-    token_kinds,
-    write_rows,
-)
+from halocline.training.data import Encoder, make_rows, token_kinds
 from halocline.training.lessons.registry import LESSONS
 from halocline.training.render import encode_item, render_item
+from halocline.training.rows import KIND_PROMPT, KIND_REPLY, KIND_TEXT, batch_at, load_rows, write_rows
 from halocline.training.stages import STAGES, Stage
 
 TOKEN = (1 << 10) - 1
@@ -108,3 +101,11 @@ def test_workers_build_what_one_process_makes(tmp_path: Path, encoder: Encoder, 
 def test_a_stage_refuses_look_ups_longer_than_its_rows() -> None:
     with pytest.raises(ValueError, match="long look-ups of 100 to 600 tokens in 512"):
         Stage(name="wrong", length=512, long_lookup_share=1.0, long_lookup=(100, 600))
+
+
+def test_reading_rows_and_probes_needs_numpy_alone() -> None:
+    code = (
+        "import sys; import halocline.training.rows, halocline.training.probe;"
+        "sys.exit(' '.join({'deepseek_recipe', 'tokenizers', 'torch'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).stderr.strip() == b""

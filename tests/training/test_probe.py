@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from halocline.training.build_probes import main, make_probe
 from halocline.training.data import Encoder
-from halocline.training.probe import exact_share, make_probe
+from halocline.training.probe import exact_share, load_probes
 from halocline.training.render import render_item
 from halocline.training.suites import make_exercise
 
@@ -31,3 +34,18 @@ def test_one_wrong_reply_token_spoils_one_exercise(encoder: Encoder) -> None:
     last = np.flatnonzero(probe.is_reply_BT[2])[-1]
     predicted[2, last] += 1
     assert exact_share(probe, predicted) == 0.75
+
+
+def test_probes_come_back_from_a_file(tmp_path: Path, encoder: Encoder, graded: Path) -> None:
+    out = tmp_path / "probes.npz"
+    main(["--out", str(out), "--tokenizer", str(graded), "--count", "3", "--seed", "11", "--groups", "tools", "sums"])
+    probes = load_probes(out)
+    assert [probe.group for probe in probes] == ["tools", "sums"]
+    for probe in probes:
+        made = make_probe(encoder, probe.group, count=3, seed=11)
+        assert all(np.array_equal(one, other) for one, other in zip(probe[1:], made[1:], strict=True))
+
+
+def test_the_seed_of_the_released_suites_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path / "probes.npz"), "--seed", "5"])
