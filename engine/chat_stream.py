@@ -27,7 +27,9 @@ class ChatStream:
         reasoning: So far.
         content: So far, the answer.
         tool_calls: So far; the last one may be incomplete while tokens come.
-        num_reasoning_tokens: Counted by the parser, known at the end.
+        num_tokens: Tokens taken.
+        num_reasoning_tokens: Of these, those before the end of the reasoning. (The parser's own number is too large
+            when it had to wait for the rest of a character.)
     """
 
     def __init__(self, prompter: Prompter, prompt: ChatPrompt, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -41,6 +43,9 @@ class ChatStream:
         self._unclear = ""
         self._calls: list[dict[str, str]] = []
         self._called = False
+        stage = prompt.request.parsing_options.thinking_initial_stage
+        self._reasons = stage is not None and stage.starts_in_reasoning()
+        self._end_of_reasoning = prompter.tokenizer.control_id("</think>")
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.reasoning = ""
@@ -68,6 +73,8 @@ class ChatStream:
             if self.stop_found is not None:
                 break
             self.num_tokens += 1
+            self._reasons &= token_id != self._end_of_reasoning
+            self.num_reasoning_tokens += self._reasons
             self._track_unclear(token_id)
             deltas.append(self._take(self._processor.push(recipe.InferenceChunk.tokens([token_id]))))
         return _join(deltas)
@@ -96,8 +103,6 @@ class ChatStream:
         reasoning, content, changed = "", "", False
         for chunk in chunks:
             stated = json.loads(chunk.to_json())
-            details = (stated.get("usage") or {}).get("completion_tokens_details") or {}
-            self.num_reasoning_tokens = details.get("reasoning_tokens", self.num_reasoning_tokens)
             for choice in stated["choices"]:
                 delta = choice["delta"]
                 reasoning += delta.get("reasoning_content") or ""

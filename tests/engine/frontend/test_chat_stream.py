@@ -80,6 +80,7 @@ def test_an_incomplete_character_at_the_end_is_not_lost(prompter, released, size
     ids = of_bytes(released, "ab한글".encode()[:-1])
     stream = parse(prompter, ids, thinking=thinking, size=size, reason="length")
     assert (stream.reasoning if thinking else stream.content) == "ab한\ufffd"
+    assert stream.num_reasoning_tokens == (len(ids) if thinking else 0)
 
 
 def test_bytes_that_are_no_text_come_out_once(prompter, released):
