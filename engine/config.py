@@ -28,7 +28,7 @@ class EngineConfig:
             overtaken by later ones for no longer than that, so none starves.
         graph_sizes: Batch sizes for which decode steps are captured; empty runs everything eagerly.
         eos_ids: Tokens with which the model ends its output.
-        debug_tags: Whether cached rows are tagged with request and position and checked when read (slow).
+        debug_tags: Whether cached rows are tagged with what they are and checked when read: slow, eager only.
         max_token_pages: Upper bound of token pages, for tests and small machines.
     """
 
@@ -65,6 +65,8 @@ class EngineConfig:
             )
         if any(size < 1 or size > self.max_requests for size in self.graph_sizes):
             raise ConfigError(f"graph_sizes={self.graph_sizes}: sizes from 1 to max_requests={self.max_requests}")
+        if self.debug_tags and self.graph_sizes:
+            raise ConfigError("debug_tags checks rows on the host, which captured graphs leave out: graph_sizes=()")
 
     def resolve(self, model_positions: int) -> EngineConfig:
         """A configuration without open values.

@@ -18,6 +18,7 @@ import torch
 
 from halocline.engine.admission import ModelLimits
 from halocline.engine.cache_manager import CacheManager, CacheUsage
+from halocline.engine.debug_tags import TaggedModel
 from halocline.engine.memory_plan import plan_memory
 from halocline.engine.request import Phase, Request, RequestUpdate
 from halocline.engine.runner import ModelRunner
@@ -104,6 +105,8 @@ class Engine:
             OutOfPagesError: If a request of the longest context does not fit.
         """
         config = config.resolve(model.max_positions)
+        if config.debug_tags:
+            model = TaggedModel(model)
         assert config.max_positions is not None
         assert config.num_snapshots is not None
         self.config = config
