@@ -155,9 +155,7 @@ def _prepare_linear(weight: Weight, *, activation: Literal["none", "fp8_group128
     return ReferenceWeight(matrix_NK=reference_gemm.dequantize(weight), rounds_input=activation != "none")
 
 
-def _prepare_experts(
-    gate_up: Weight, down: Weight, *, activation: Literal["none", "fp8_group128"]
-) -> ReferenceExperts:
+def _prepare_experts(gate_up: Weight, down: Weight, *, activation: Literal["none", "fp8_group128"]) -> ReferenceExperts:
     return ReferenceExperts(gate_up_E2ID=gate_up.data, down_EDI=down.data, rounds_input=activation != "none")
 
 
@@ -260,7 +258,7 @@ def _attend(
     """
     window = plan.geometry.window
     q_BTHD = _by_row(plan, q_THD.float())
-    num_rows, length, num_heads, width = q_BTHD.shape
+    num_rows, length, num_heads, _ = q_BTHD.shape
     short = -length % window
     q_BNWHD = pad(q_BTHD, (0, 0, 0, 0, 0, short)).unflatten(1, (-1, window))
     rows_BNWD = pad(window_BTD, (0, 0, window, short)).unflatten(1, (-1, window))
@@ -286,7 +284,9 @@ def _band(num_bands: int, window: int, device: torch.device) -> Tensor:
     """(bands, W, 2 W) mask: band n holds queries n * W .. and keys (n - 1) * W ..; a key lies 0 to W - 1 back."""
     back = window + torch.arange(window, device=device)[:, None] - torch.arange(2 * window, device=device)[None]
     inside = (back >= 0) & (back < window)
-    exists = torch.arange(num_bands, device=device)[:, None] * window + torch.arange(2 * window, device=device) >= window
+    exists = (
+        torch.arange(num_bands, device=device)[:, None] * window + torch.arange(2 * window, device=device) >= window
+    )
     return inside[None] & exists[:, None]
 
 

@@ -49,9 +49,7 @@ def initial_parameters(config: DeepseekV4Config, *, seed: int, device: str) -> d
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def _initial(
-    config: DeepseekV4Config, name: str, shape: tuple[int, ...], depth: int, gen: torch.Generator
-) -> Tensor:
+def _initial(config: DeepseekV4Config, name: str, shape: tuple[int, ...], depth: int, gen: torch.Generator) -> Tensor:
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     if name.endswith(("_scale",)):
