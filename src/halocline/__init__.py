@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
-    from halocline.hal.explain import explain
+    from halocline.models.explain import explain
 
 __all__ = ["LLM", "SamplingParams", "__version__", "explain"]
 
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "halocline.engine.llm",
     "SamplingParams": "halocline.engine.sampling_params",
-    "explain": "halocline.hal.explain",
+    "explain": "halocline.models.explain",
 }
 
 
