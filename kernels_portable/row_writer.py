@@ -10,20 +10,21 @@ from halocline.kernels_portable.page_rows import PageLayout, row_constants, stor
 
 __all__ = ["write_rows"]
 
+_ROWS = 8  # rows of one program
+
 
 @triton.jit
 def _write_rows_kernel(
-    rows_ptr, slots_ptr, pages_ptr, rows_stride, WIDTH: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, LANES: tl.constexpr,
+    rows_ptr, slots_ptr, pages_ptr, num_rows, rows_stride, WIDTH: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    slot = tl.load(slots_ptr + row)
-    stored = slot >= 0
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)
+    stored = slots >= 0
     lanes = tl.arange(0, LANES)[None, :]
-    values = tl.load(rows_ptr + row[:, None] * rows_stride + lanes, mask=stored[:, None] & (lanes < WIDTH), other=0.0)
-    store_rows(
-        pages_ptr, slot, stored, values.to(tl.float32), WIDTH, ROPE, FORMAT, PAGE_ROWS, PAGE_STRIDE, FNUZ, 1, LANES
-    )
+    inside = stored[:, None] & (lanes < WIDTH)
+    values = tl.load(rows_ptr + rows[:, None] * rows_stride + lanes, mask=inside, other=0.0).to(tl.float32)
+    store_rows(pages_ptr, slots, stored, values, WIDTH, ROPE, FORMAT, PAGE_ROWS, PAGE_STRIDE, FNUZ, ROWS, LANES)
 
 
 def write_rows(pages: Tensor, layout: PageLayout, slots_N: Tensor, rows_ND: Tensor) -> None:
@@ -37,7 +38,7 @@ def write_rows(pages: Tensor, layout: PageLayout, slots_N: Tensor, rows_ND: Tens
     """
     if rows_ND.shape[0]:
         rows_ND = rows_ND if rows_ND.stride(1) == 1 else rows_ND.contiguous()
-        _write_rows_kernel[(rows_ND.shape[0],)](
-            rows_ND, slots_N, pages, rows_ND.stride(0), WIDTH=layout.width, ROPE=layout.rope_width,
-            LANES=max(64, triton.next_power_of_2(layout.width)), **row_constants(layout), num_warps=4,
+        _write_rows_kernel[(triton.cdiv(rows_ND.shape[0], _ROWS),)](
+            rows_ND, slots_N, pages, rows_ND.shape[0], rows_ND.stride(0), WIDTH=layout.width, ROPE=layout.rope_width,
+            ROWS=_ROWS, LANES=max(64, triton.next_power_of_2(layout.width)), **row_constants(layout), num_warps=4,
         )  # fmt: skip

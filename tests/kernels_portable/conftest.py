@@ -77,7 +77,7 @@ def _repair_interpreter() -> None:
     rounding to E4M3 loses carries into the exponent. `test_interpreter.py` fails when a Triton release mends one.
     """
     import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
 
     kinds = {
         tl.float16: torch.float16,
@@ -119,6 +119,16 @@ def _repair_interpreter() -> None:
 
     for repaired in (cast, to_fp, dot):
         repaired.broken = {"cast": broken_cast, "to_fp": broken_to_fp, "dot": broken_dot}[repaired.__name__]  # type: ignore[attr-defined]
+    patched: set[str] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call from kernel to kernel; inspecting the whole language again each time costs a third of a run."""
+        if self.fn.__module__ not in patched:
+            patched.add(self.fn.__module__)
+            _patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    InterpretedFunction.__call__ = call
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = to_fp
     InterpreterBuilder.create_dot = dot
