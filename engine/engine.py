@@ -238,8 +238,9 @@ class Engine:
                 request.output_logprobs.extend(scored)
                 self._tell(request, RequestUpdate((token_id,), scored, request.finish_reason))
         for chunk in flight.batch.chunks:
-            if not chunk.samples and chunk.request.phase is Phase.DRAINING:  # it only wanted its prompt read
-                self._finish(chunk.request, "length")
+            request = chunk.request
+            if not chunk.samples and chunk.end == request.prefill_end and request.phase is Phase.DRAINING:
+                self._finish(request, "length")  # it only wanted its prompt read, and this was the end of it
 
     def _look_closer(self, request: Request, token_id: int) -> None:
         """Ends a request whose last token ends it; queues a preempted one whose tokens are all known now."""
