@@ -19,7 +19,7 @@ from halocline.hal.errors import CheckpointError, lines
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.weight_codecs import FP8_BLOCK_SIZE
 from halocline.models.checkpoint_match import PLAIN_FORMATS, Part, Placement, StoredParameter
-from halocline.models.weight_plan import Role
+from halocline.models.weight_plan import Role, StoredDtype
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,13 +84,16 @@ class CheckpointSource:
             os.close(self._files.popitem()[1])
 
     def tensor(self, name: str) -> Tensor:
-        """A plain tensor as stored, by its original name; see `WeightSource.tensor`."""
+        """A plain tensor by its original name, as stored; see `WeightSource.tensor`.
+
+        What is float32 in a release is float32 here, even if the file holds it in bfloat16.
+        """
         stored = self._take(name)
         if stored.parameter.role is Role.MATRIX:
             raise CheckpointError(f"{name} is a matrix with a format: read it by matrix()")
         tensor = self._read(stored.parts[Part.DATA])
         self._report(stored)
-        return tensor
+        return tensor.float() if stored.parameter.dtype is StoredDtype.F32 else tensor
 
     def matrix(self, name: str) -> Weight:
         """A matrix with its scales, by its original name without `.weight`; see `WeightSource.matrix`.
@@ -128,9 +131,11 @@ class CheckpointSource:
                 self._report(stored)
         return stack.weight()
 
-    def everything(self) -> Iterator[tuple[str, Weight | Tensor]]:
-        """Yields every parameter of the plan once, by original name: matrices as `Weight`, others as tensors."""
+    def everything(self, *, without_prefixes: tuple[str, ...] = ()) -> Iterator[tuple[str, Weight | Tensor]]:
+        """Yields every parameter once, by original name: matrices with a format as `Weight`, others as tensors."""
         for name, stored in self.checkpoint.parameters.items():
+            if name.startswith(without_prefixes):
+                continue
             if stored.parameter.role is Role.MATRIX:
                 yield name, self.matrix(stored.parameter.stem)
             else:
@@ -145,7 +150,9 @@ class CheckpointSource:
         Raises:
             CheckpointError: If a parameter was left behind.
         """
-        expected = {name for name in self.checkpoint.parameters if not name.startswith(without_prefixes)}
+        expected = {
+            name for name in self.checkpoint.parameters if not without_prefixes or not name.startswith(without_prefixes)
+        }
         left = sorted(expected - self._taken)
         if left:
             raise CheckpointError(
