@@ -25,6 +25,11 @@ _SEMANTICS = {
 }
 
 
+# Packed rows are written in the OCP dialect only; weights are read in both.
+_CACHE = "cache_format fp8_dialect"
+_CACHE_DIALECTS = ("none", "ocp")
+
+
 def _reference(op: str, semantics: str = "", *, home: str = "", prepare: str = "") -> KernelSpec:
     """One row: the function `<op>_reference` in the file of its family."""
     family, _, short = op.partition(".")
@@ -35,14 +40,16 @@ def _reference(op: str, semantics: str = "", *, home: str = "", prepare: str = "
         target=f"{module}:{short}_reference",
         prepare=f"{_HOME}.{prepare}" if prepare else "",
         formats={"compute": _COMPUTE, "weight": _WEIGHTS},
-        semantics={name: _SEMANTICS[name] for name in semantics.split()},
+        semantics={
+            name: _CACHE_DIALECTS if name == "fp8_dialect" and _CACHE in semantics else _SEMANTICS[name]
+            for name in semantics.split()
+        },
         deterministic="batch",
         rank=0,
         status={"cpu": "run"},
     )
 
 
-_CACHE = "cache_format fp8_dialect"
 _GEMM = "gemm:prepare_linear_reference"
 
 MANIFEST = Manifest(

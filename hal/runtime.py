@@ -13,12 +13,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from halocline.hal.errors import KernelImportError, lines
+from halocline.hal.compare import Comparison, Named
+from halocline.hal.errors import ConfigError, KernelImportError, lines
 from halocline.hal.inventory import Inventory, local_inventory
 from halocline.hal.logs import own_loggers
-from halocline.hal.op import KernelSpec, Provider
+from halocline.hal.op import KernelSpec, Op, Provider
 from halocline.hal.ops import Ops, find_op
 from halocline.hal.providers import choose_provider
+from halocline.hal.record import Recorder
 from halocline.hal.table import Binding, Bound, KernelTable
 
 __all__ = ["import_provider", "load_kernel", "load_ops", "load_prepare", "load_target"]
@@ -28,23 +30,81 @@ logger = logging.getLogger(__name__)
 Kernel = Callable[..., Any]
 
 
-def load_ops(table: KernelTable, layer: int | None = None) -> Ops:
+def load_ops(
+    table: KernelTable,
+    layer: int | None = None,
+    *,
+    comparison: Comparison | None = None,
+    recorder: Recorder | None = None,
+) -> Ops:
     """Imports the kernels of a layer.
 
     Args:
         table: From `bind`.
         layer: Number of the layer, draft layers counted on; None outside of layers.
+        comparison: Takes the differences of compared ops; needed when the table compares something.
+        recorder: Writes the calls of the ops that it wants.
 
     Raises:
         KernelImportError: If a chosen kernel does not import.
+        ConfigError: If the table compares an op and there is no comparison to report to.
     """
     kernels: dict[str, Kernel] = {}
     for name in table.ops(layer):
         binding = table.find(name, layer)
-        kernels[name] = _only(binding, load_kernel)
-        if has_prepare(name):
-            kernels[prepare_name(name)] = _only(binding, load_prepare)
+        if len(binding.kernels) > 1:
+            loaded = _load_compared(table, binding, layer, comparison)
+        elif recorder is not None and recorder.wants(name):
+            loaded = _load_recorded(table, binding, layer, recorder)
+        else:
+            loaded = _load_plain(binding)
+        kernels.update(loaded)
     return Ops(kernels)
+
+
+def _load_plain(binding: Binding) -> dict[str, Kernel]:
+    (bound,) = binding.kernels
+    kernels = {binding.op: load_kernel(bound)}
+    if has_prepare(binding.op):
+        kernels[prepare_name(binding.op)] = load_prepare(bound)
+    return kernels
+
+
+def _load_compared(
+    table: KernelTable, binding: Binding, layer: int | None, comparison: Comparison | None
+) -> dict[str, Kernel]:
+    if comparison is None:
+        raise ConfigError(f"{binding.op} is compared ({binding.chosen}): load_ops needs a comparison to report to")
+    op = _contract(binding.op)
+    first, second = (Named(name=bound.spec.name, run=load_kernel(bound)) for bound in binding.kernels)
+    kernels = {binding.op: comparison.kernel(op, layer, first, second, _read_rows(table, layer))}
+    if op.prepare is not None:
+        convert = [load_prepare(bound) for bound in binding.kernels]
+        kernels[prepare_name(binding.op)] = comparison.prepare(op, convert[0], convert[1])
+    return kernels
+
+
+def _load_recorded(table: KernelTable, binding: Binding, layer: int | None, recorder: Recorder) -> dict[str, Kernel]:
+    op = _contract(binding.op)
+    (bound,) = binding.kernels
+    kernel = recorder.kernel(op, bound.spec.name, layer, load_kernel(bound), _read_rows(table, layer))
+    kernels = {binding.op: kernel}
+    if op.prepare is not None:
+        kernels[prepare_name(binding.op)] = recorder.prepare(op, load_prepare(bound))
+    return kernels
+
+
+def _contract(name: str) -> Op[..., Any]:
+    found = find_op(name)
+    if found is None:
+        raise AssertionError(f"{name} is bound, but there is no such contract")
+    return found
+
+
+def _read_rows(table: KernelTable, layer: int | None) -> Kernel | None:
+    """The bound kernel that reads cache rows as values, for comparing what was written."""
+    name = "kv_cache.read_rows"
+    return load_kernel(table.find(name, layer).kernels[0]) if name in table.ops(layer) else None
 
 
 def prepare_name(op: str) -> str:
@@ -122,11 +182,6 @@ def import_provider(providers: tuple[Provider, ...]) -> ModuleType:
 def provider_inventory(providers: Sequence[Provider]) -> Inventory:
     """What is installed here of some providers."""
     return local_inventory({p.module for p in providers}, {p.distribution for p in providers})
-
-
-def _only(binding: Binding, load: Callable[[Bound], Kernel]) -> Kernel:
-    (bound,) = binding.kernels
-    return load(bound)
 
 
 def _quietly_import(name: str) -> ModuleType:

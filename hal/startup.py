@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from halocline.hal.backend import Manifest, load_manifests, specs_of
 from halocline.hal.device import Device
+from halocline.hal.errors import OverrideError, lines
 from halocline.hal.inventory import Inventory, local_inventory
 from halocline.hal.op import Determinism, KernelSpec
 from halocline.hal.ops.attention import PrefillLayout
@@ -68,6 +69,14 @@ def choose_kernels(
         inventory=installed_for(specs) if inventory is None else inventory,
         policy=policy_of(settings, device, flags=flags, model_defaults=model_defaults, graphs=graphs),
     )
+    if graphs and table.compared:
+        raise OverrideError(
+            lines(
+                f"comparison of {', '.join(table.compared)} cannot run in captured graphs",
+                found="steps are captured: what a graph replays is not compared",
+                try_="run without graphs, or drop the comparison",
+            )
+        )
     _log(table)
     return table
 

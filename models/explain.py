@@ -90,7 +90,6 @@ def describe_model(
             tp_size=tp_size,
             a2a=a2a,
             prefill_layout=layout,
-            cache_dialect=device.fp8_dialect,
         )
 
     return describe
