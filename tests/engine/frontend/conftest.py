@@ -1,17 +1,22 @@
-"""Tokenizers of the front half's tests: the released one, and a small one made here."""
+"""What the front half's tests share: tokenizers (the released one, a small one) and a tiny loaded model."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from halocline.engine.llm import LLM
 from halocline.engine.prompt import Prompter
 from halocline.engine.tokenizer import Tokenizer
+from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
+from halocline.models.deepseek_v4.presets import preset
 
 SPECIAL = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")
 ADDED = ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜", "<｜latest_reminder｜>")
@@ -61,3 +66,32 @@ def small_content() -> str:
 @pytest.fixture(scope="session")
 def small(small_content: str) -> Tokenizer:
     return Tokenizer(small_content)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of the tiny preset, in the release's formats."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_checkpoint(folder, preset("tiny"), seed=1)
+    return folder
+
+
+def load_tiny(folder: Path, **options: Any) -> LLM:
+    """The float32 recipe with caches of a size for tests."""
+    return LLM(
+        folder, **{"recipe": "float32", "cache_bytes": 2**26, "max_requests": 8, "max_step_tokens": 128} | options
+    )
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Path) -> Iterator[LLM]:
+    with load_tiny(tiny_folder) as loaded:
+        yield loaded
+        assert loaded.is_alive
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tiny_folder: Path) -> Iterator[LLM]:
+    """The same model with room for one request, without a prefix cache: nothing beside it, nothing before it."""
+    with load_tiny(tiny_folder, max_requests=1, prefix_caching=False) as loaded:
+        yield loaded
