@@ -159,16 +159,19 @@ class RandomWeights(Mapping[str, Tensor]):
 
     Vectors are as far from trivial as matrices: norm gains around 1, sinks, positional scores, selection biases and
     hyper-connection terms of order 1, so that leaving one out shows.
+
+    Attributes:
+        plan: The parameters.
     """
 
     def __init__(self, config: DeepseekV4Config, *, seed: int) -> None:
         self._config, self._seed = config, seed
-        self._parameters = plan_weights(config).by_name
+        self.plan = plan_weights(config)
 
     def __getitem__(self, name: str) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        parameter = self._parameters[name]
+        parameter = self.plan.by_name[name]
         if parameter.role is Role.INDEX:
             return self._distinct_experts(parameter, generator)
         values = torch.randn(parameter.shape, generator=generator)
@@ -176,10 +179,10 @@ class RandomWeights(Mapping[str, Tensor]):
         return offset + spread * values
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
+        return iter(self.plan.by_name)
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self.plan.by_name)
 
     def _distinct_experts(self, parameter: Parameter, generator: torch.Generator) -> Tensor:
         tokens, chosen = parameter.shape
