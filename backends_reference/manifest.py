@@ -55,6 +55,7 @@ _GEMM = "gemm:prepare_linear_reference"
 MANIFEST = Manifest(
     name="reference",
     vendor="",
+    cases=f"{_HOME}.cases_{{family}}:cases",
     specs=(
         _reference("attention.plan", home="plan"),
         _reference("attention.prepare_query", "rope_pairing"),

@@ -6,16 +6,38 @@ when a device of its vendor is used.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
-from halocline.hal.errors import ConfigError, lines
+from halocline.hal.errors import ConfigError, KernelImportError, lines
 from halocline.hal.op import KernelSpec
 
-__all__ = ["GROUP", "Manifest", "load_manifests", "specs_of"]
+__all__ = ["GROUP", "Backend", "Manifest", "load_backend", "load_manifests", "specs_of"]
 
 GROUP = "halocline.backends"
+
+
+class Backend(Protocol):
+    """Runtime services of one vendor: what the engine needs of a device beside kernels."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Records what `run` launches; the result launches it again on the same buffers.
+
+        Args:
+            run: Uses only buffers that keep their addresses. It has been run before, so nothing is compiled in it.
+        """
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device of this process."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was launched."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +48,16 @@ class Manifest:
         name: `reference`, `cuda`, `hip`, or an extension's own.
         vendor: Whose devices it serves; empty for kernels that run anywhere.
         specs: One record for each kernel.
-        runtime: `package.module:object` of its runtime services; empty when it brings none.
+        runtime: `package.module:object` of its `Backend`; empty when it brings none.
+        cases: `package.module:function` of its inputs for an op family, with `{family}` where the name goes;
+            empty when it brings none.
     """
 
     name: str
     vendor: str
     specs: tuple[KernelSpec, ...]
     runtime: str = ""
+    cases: str = ""
 
     def __post_init__(self) -> None:
         for spec in self.specs:
@@ -70,6 +95,24 @@ def load_manifests(path: Sequence[str] | None = None) -> tuple[Manifest, ...]:
     loaded = tuple(manifests[name] for name in sorted(manifests))
     specs_of(loaded)
     return loaded
+
+
+def load_backend(manifests: Iterable[Manifest], vendor: str) -> Backend | None:
+    """Imports the runtime services for a vendor's devices, or gives None where a backend brings none.
+
+    Raises:
+        KernelImportError: If they do not import.
+    """
+    target = next((manifest.runtime for manifest in manifests if manifest.vendor == vendor and manifest.runtime), "")
+    if not target:
+        return None
+    module, _, attribute = target.partition(":")
+    try:
+        return cast(Backend, getattr(importlib.import_module(module), attribute))
+    except (ImportError, AttributeError) as error:
+        raise KernelImportError(
+            lines(f"the runtime services for {vendor} cannot be loaded", target=target, found=error)
+        ) from error
 
 
 def specs_of(manifests: Iterable[Manifest]) -> tuple[KernelSpec, ...]:

@@ -13,7 +13,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from halocline.hal.compare import Comparison, Named
+from halocline.hal.compare import Named
 from halocline.hal.errors import ConfigError, KernelImportError, lines
 from halocline.hal.inventory import Inventory, local_inventory
 from halocline.hal.logs import own_loggers
@@ -22,6 +22,7 @@ from halocline.hal.ops import Ops, find_op
 from halocline.hal.providers import choose_provider
 from halocline.hal.record import Recorder
 from halocline.hal.table import Binding, Bound, KernelTable
+from halocline.hal.watch import PLAN
 
 __all__ = ["import_provider", "load_kernel", "load_ops", "load_prepare", "load_target"]
 
@@ -30,35 +31,30 @@ logger = logging.getLogger(__name__)
 Kernel = Callable[..., Any]
 
 
-def load_ops(
-    table: KernelTable,
-    layer: int | None = None,
-    *,
-    comparison: Comparison | None = None,
-    recorder: Recorder | None = None,
-) -> Ops:
+def load_ops(table: KernelTable, layer: int | None = None) -> Ops:
     """Imports the kernels of a layer.
 
     Args:
-        table: From `bind`.
+        table: From `bind`. Its watch, if it has one, sees compared and recorded ops.
         layer: Number of the layer, draft layers counted on; None outside of layers.
-        comparison: Takes the differences of compared ops; needed when the table compares something.
-        recorder: Writes the calls of the ops that it wants.
 
     Raises:
         KernelImportError: If a chosen kernel does not import.
-        ConfigError: If the table compares an op and there is no comparison to report to.
+        ConfigError: If the table compares an op and has no watch to report to.
     """
+    watch = table.watch
     kernels: dict[str, Kernel] = {}
     for name in table.ops(layer):
         binding = table.find(name, layer)
         if len(binding.kernels) > 1:
-            loaded = _load_compared(table, binding, layer, comparison)
-        elif recorder is not None and recorder.wants(name):
-            loaded = _load_recorded(table, binding, layer, recorder)
+            loaded = _load_compared(table, binding, layer)
+        elif watch is not None and watch.recorder is not None and watch.recorder.wants(name):
+            loaded = _load_recorded(table, binding, layer, watch.recorder)
         else:
             loaded = _load_plain(binding)
         kernels.update(loaded)
+    if watch is not None and PLAN in kernels:
+        kernels[PLAN] = watch.counting(kernels[PLAN])
     return Ops(kernels)
 
 
@@ -70,11 +66,10 @@ def _load_plain(binding: Binding) -> dict[str, Kernel]:
     return kernels
 
 
-def _load_compared(
-    table: KernelTable, binding: Binding, layer: int | None, comparison: Comparison | None
-) -> dict[str, Kernel]:
+def _load_compared(table: KernelTable, binding: Binding, layer: int | None) -> dict[str, Kernel]:
+    comparison = table.watch.comparison if table.watch is not None else None
     if comparison is None:
-        raise ConfigError(f"{binding.op} is compared ({binding.chosen}): load_ops needs a comparison to report to")
+        raise ConfigError(f"{binding.op} is compared ({binding.chosen}), and the table has no watch to report to")
     op = _contract(binding.op)
     first, second = (Named(name=bound.spec.name, run=load_kernel(bound)) for bound in binding.kernels)
     kernels = {binding.op: comparison.kernel(op, layer, first, second, _read_rows(table, layer))}

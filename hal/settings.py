@@ -122,6 +122,7 @@ class Settings:
         verbosity: What `-v` (1) and `-vv` (2) say.
         cache_dir: Where compiled kernels and other caches go.
         dump_dir: Where comparison, record and crash dumps go.
+        record: Ops whose calls are written to `dump_dir`, as patterns joined by commas.
         foreign: Variables of drivers and libraries, as found.
         given: Names of the fields that the environment set.
     """
@@ -148,6 +149,9 @@ class Settings:
     )
     dump_dir: Path | None = field(
         default=None, metadata=_variable(_path, "folder of comparison and record dumps; default ./halocline-dumps")
+    )
+    record: str = field(
+        default="", metadata=_variable(str, "ops to record into the dump folder: 'attention.*,moe.experts'")
     )
     foreign: Mapping[str, str] = field(default_factory=dict[str, str])
     given: frozenset[str] = frozenset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from halocline.hal.backend import Manifest, load_manifests, specs_of
 from halocline.hal.device import Device
@@ -23,6 +24,7 @@ from halocline.hal.selection import bind
 from halocline.hal.settings import Settings
 from halocline.hal.stages import Policy
 from halocline.hal.table import KernelTable, layer_text
+from halocline.hal.watch import watch_for
 
 __all__ = ["Describe", "choose_kernels", "installed_for", "policy_of"]
 
@@ -78,7 +80,8 @@ def choose_kernels(
             )
         )
     _log(table)
-    return table
+    watch = watch_for(compared=bool(table.compared), record=settings.record, folder=settings.dump_folder())
+    return table if watch is None else replace(table, watch=watch)
 
 
 def policy_of(

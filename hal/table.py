@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from halocline.hal.device import Device
@@ -15,6 +15,7 @@ from halocline.hal.request import KernelRequest
 
 if TYPE_CHECKING:
     from halocline.hal.ops.attention import PrefillLayout
+    from halocline.hal.watch import Watch
 
 __all__ = ["Binding", "Bound", "KernelTable", "Rejection", "Source", "layer_text"]
 
@@ -98,11 +99,13 @@ class KernelTable:
         device: What it was chosen for.
         bindings: By op, then layer.
         notes: Things the user should know about the choice: overrides without effect, preferences not honoured.
+        watch: What looks at the run from beside it; no part of the choice.
     """
 
     device: Device
     bindings: tuple[Binding, ...]
     notes: tuple[str, ...] = ()
+    watch: Watch | None = field(default=None, compare=False, repr=False)
 
     def find(self, op: str, layer: int | None = None) -> Binding:
         """The binding of an op in a layer, or outside of layers.

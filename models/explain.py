@@ -11,7 +11,7 @@ from halocline.hal.explain import Explanation, Packages
 from halocline.hal.explain import explain as explain_requests
 from halocline.hal.formats import recipe
 from halocline.models.deepseek_v4.presets import PRESETS
-from halocline.models.registry import load_config
+from halocline.models.registry import FAMILIES, load_config
 
 if TYPE_CHECKING:
     from halocline.hal.device import Device
@@ -82,9 +82,7 @@ def describe_model(
     """The requests of a configuration, once a device and a prefill layout are known."""
 
     def describe(device: Device, layout: PrefillLayout) -> list[KernelRequest]:
-        from halocline.models.deepseek_v4.requests import kernel_requests
-
-        return kernel_requests(
+        return FAMILIES["deepseek_v4"].kernel_requests(
             config,
             recipe(numerics or ("served" if device.is_gpu else "recipe")),
             tp_size=tp_size,
