@@ -60,6 +60,7 @@ MXFP4_GROUP = 32
 
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = 0x7FFFFF
+_INFINITY_BITS = 0x7F800000
 _UE8M0_NAN = 255
 
 
@@ -90,33 +91,31 @@ def encode_ue8m0(x: Tensor) -> Tensor:
     The ceiling is taken on the bits: an exact power of two stays. Zero gives byte 0 (2^-127, the smallest legal
     scale), what exceeds 2^127 saturates, infinity and NaN give the NaN byte 255.
     """
-    return _scale_bytes(x, limit_exponent=0, limit_mantissa=0)
+    import torch
+
+    smallest = x <= 2.0**-127  # a subnormal number: it has no exponent of its own to round up
+    return torch.where(smallest, 0, _scale_bytes(x, limit_exponent=0, limit_mantissa=0))
 
 
 def _scale_bytes(amax: Tensor, *, limit_exponent: int, limit_mantissa: int) -> Tensor:
     """Exponent byte of the smallest power of two whose product with a format's limit reaches `amax`.
 
-    The limit is `(1 + limit_mantissa / 2^23) * 2^limit_exponent`: comparing mantissas is exact where a division and
-    a logarithm are not.
+    The limit is `(1 + limit_mantissa / 2^23) * 2^limit_exponent`. Comparing mantissas is exact where a division and
+    a logarithm are not; adding what the limit's mantissa lacks carries into the exponent exactly if it is exceeded.
     """
     import torch
 
     bits = amax.float().contiguous().view(torch.int32)
-    exponent, mantissa = bits >> _MANTISSA_BITS, bits & _MANTISSA_MASK
-    # A subnormal is mantissa * 2^-149: at most 2^-127 (half the mantissa range) fits byte 0 if the limit is 1.
-    above = torch.where(exponent == 0, mantissa > (_MANTISSA_MASK + 1) // 2, mantissa > limit_mantissa)
-    byte = (exponent - limit_exponent + above.int()).clamp(0, _UE8M0_NAN - 1)
-    return torch.where(exponent == _UE8M0_NAN, _UE8M0_NAN, byte).to(torch.uint8)
+    carried = (bits + (_MANTISSA_MASK - limit_mantissa)) >> _MANTISSA_BITS
+    byte = (carried - limit_exponent).clamp(0, _UE8M0_NAN - 1)
+    return torch.where(bits >= _INFINITY_BITS, _UE8M0_NAN, byte).to(torch.uint8)
 
 
 def decode_ue8m0(scale: Tensor) -> Tensor:
     """Reads exponent bytes (uint8 or float8_e8m0fnu) as float32: 2^(byte - 127), NaN for 255."""
     import torch
 
-    byte = scale.contiguous().view(torch.uint8).int()
-    bits = torch.where(byte == 0, 1 << (_MANTISSA_BITS - 1), byte << _MANTISSA_BITS)
-    nan = (_UE8M0_NAN << _MANTISSA_BITS) | (1 << (_MANTISSA_BITS - 1))
-    return torch.where(byte == _UE8M0_NAN, nan, bits).view(torch.float32)
+    return scale.contiguous().view(torch.float8_e8m0fnu).float()
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
