@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from halocline.models.deepseek_v4.config import DeepseekV4Config
-from halocline.training.rows import load_rows
 from halocline.training.schedule import Phase, Schedule
-from halocline.training.train import Trainer
+from halocline.training.train import Trainer, rows_in
 
 __all__ = ["CURRICULUM", "fit", "main"]
 
@@ -84,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.backends.cuda.matmul.allow_tf32 = True
-    rows = {phase.stage: load_rows(chosen.rows / f"{phase.stage}.npy") for _, phase in CURRICULUM}
+    rows = rows_in(chosen.rows, {phase.stage for _, phase in CURRICULUM})
     schedule = Schedule(phases=tuple(phase for _, phase in CURRICULUM))
     config = DeepseekV4Config.from_file(chosen.config)
     trainer = Trainer(config=config, schedule=schedule, rows=rows, seed=0, device=chosen.device)

@@ -27,7 +27,7 @@ from halocline.training.rows import batch_at, load_rows
 from halocline.training.schedule import Phase, Schedule, load_schedule
 from halocline.training.state import load_state, save_state
 
-__all__ = ["Trainer", "main"]
+__all__ = ["Trainer", "main", "rows_in"]
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Trainer:
         decays = [p for p in self.trained.values() if p.dim() > 1]
         others = [p for p in self.trained.values() if p.dim() <= 1]
         groups = [{"params": decays, "weight_decay": _WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
-        self.optimizer = AdamW(groups, lr=0.0, betas=_BETAS, fused=self.device != "cpu")
+        self.optimizer = AdamW(groups, lr=0.0, betas=_BETAS, fused=True)
         self.forward = TrainingForward(config=self.config, device=self.device)
 
     def _bias_names(self) -> list[str]:
@@ -116,7 +116,10 @@ class Trainer:
             group = self._group(indexer=indexer)
             grads = torch.autograd.grad(loss, group, retain_graph=indexer, allow_unused=True)
             for parameter, grad in zip(group, grads, strict=True):
-                parameter.grad = torch.zeros_like(parameter) if grad is None else grad
+                # The fused optimiser wants the gradient's strides to be the parameter's.
+                parameter.grad = (
+                    torch.zeros_like(parameter) if grad is None else torch.empty_like(parameter).copy_(grad)
+                )
 
     def _sampled(self, length: int) -> Tensor:
         """Positions whose index scores are trained, the same for all rows of a step."""
@@ -184,7 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rows_in(folder: Path, stages: set[str]) -> dict[str, np.ndarray[Any, np.dtype[np.uint16]]]:
+def rows_in(folder: Path, stages: set[str]) -> dict[str, np.ndarray[Any, np.dtype[np.uint16]]]:
+    """The rows of each stage, from `<stage>.npy` or `<stage>.npy.xz`."""
     found = {}
     for stage in sorted(stages):
         plain = folder / f"{stage}.npy"
@@ -201,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trainer = Trainer(
         config=DeepseekV4Config.from_file(chosen.config),
         schedule=schedule,
-        rows=_rows_in(chosen.rows, {phase.stage for phase in schedule.phases}),
+        rows=rows_in(chosen.rows, {phase.stage for phase in schedule.phases}),
         seed=chosen.seed,
         device=chosen.device,
     )
