@@ -23,7 +23,9 @@ def _combine_splits_kernel(
     inside = present[:, None] & (lanes < WIDTH)
     splits = tl.arange(0, SPLITS)[:, None]
     lse = tl.load(
-        part_lse_ptr + (token * SPLITS + splits) * num_heads + heads[None, :], mask=present[None, :], other=float("-inf")
+        part_lse_ptr + (token * SPLITS + splits) * num_heads + heads[None, :],
+        mask=present[None, :],
+        other=float("-inf"),
     )
     largest = tl.max(lse, axis=0)
     seen = largest > float("-inf")

@@ -15,8 +15,9 @@ _ROWS = 8  # rows of one program
 
 @triton.jit
 def _write_rows_kernel(
-    rows_ptr, slots_ptr, pages_ptr, num_rows, rows_stride, WIDTH: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    rows_ptr, slots_ptr, pages_ptr, num_rows, rows_stride, WIDTH: tl.constexpr, ROPE: tl.constexpr,
+    FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     slots = tl.load(slots_ptr + rows, mask=rows < num_rows, other=-1)

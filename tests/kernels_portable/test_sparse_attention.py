@@ -140,7 +140,9 @@ def test_sink_enlarges_the_denominator_only() -> None:
     write_rows(memory, layout, torch.tensor([0, 1]), rows)
     q = torch.zeros(1, 1, 128)
     q[0, 0, 0] = 1.0
-    window = SelectedRows(memory, layout, torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+    window = SelectedRows(
+        memory, layout, torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+    )
     out, lse = sparse_attention(q, window, None, torch.tensor([0.5]), scale=1.0, tiles=SMALL, num_splits=1)
     assert float(out[0, 0, 1]) == pytest.approx(2.1168, abs=1e-4)
     assert float(lse[0, 0]) == pytest.approx(2.3133, abs=1e-4)
