@@ -45,7 +45,13 @@ def read_rope_width(reading: Reading) -> Any:
     if factor is None and isinstance(main, dict):
         factor = main.get("partial_rotary_factor")
     head_dim = reading.get("head_dim")
-    derived = round(factor * head_dim) if isinstance(factor, (int, float)) and isinstance(head_dim, int) else None
+    if factor is not None and not (isinstance(factor, (int, float)) and 0 < factor <= 1):
+        reading.refuse(
+            f"partial_rotary_factor must be a share of the head, found {factor!r}",
+            asked="a number above 0, at most 1",
+            hint="correct partial_rotary_factor in config.json",
+        )
+    derived = round(factor * head_dim) if factor is not None and isinstance(head_dim, int) else None
     return reading.first("qk_rope_head_dim", reading.get("qk_rope_head_dim"), derived)
 
 

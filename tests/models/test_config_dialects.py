@@ -263,6 +263,7 @@ def test_half_a_drafter_is_no_drafter() -> None:
         ({"model_type": None}, "unsupported model_type None"),
         ({"n_group": 8}, "n_group=8: DeepSeek-V4 routes without expert groups"),
         ({"sliding_window": 128, "window_size": 64}, "two statements of sliding_window differ"),
+        ({"partial_rotary_factor": 2}, "partial_rotary_factor must be a share of the head, found 2"),
         ({"partial_rotary_factor": 0.5}, "two statements of qk_rope_head_dim differ"),
         ({"layer_types": ["sliding_attention"] * 43}, "two statements of the kinds of layers differ"),
         ({"layer_types": ["full_attention"] * 43}, "unknown layer_types: full_attention"),
@@ -302,3 +303,22 @@ def test_keys_that_nothing_reads_are_named(caplog: pytest.LogCaptureFixture) -> 
         read(RELEASE)
         read(SHORT)
     assert caplog.messages == []
+
+
+WEIRD: list[Any] = [None, -1, 0, 3.5, 1e999, "x", "", True, [], [None], [1, "2"], {}, {"a": 1}, {"main": 3}]
+
+
+OTHERS = ("layer_types", "mlp_layer_types", "rope_parameters", "partial_rotary_factor", "compress_rates", "n_group")
+
+
+@pytest.mark.parametrize("name", [*RELEASE, *SHORT, *DSPARK, *OTHERS, "compress_rate_csa", "clamp_shared_expert"])
+def test_no_value_of_any_field_escapes_as_another_error(name: str) -> None:
+    base = SHORT if name in SHORT and name not in RELEASE else RELEASE | DSPARK
+    for value in WEIRD:
+        nested = [{**base[name], key: value} for key in base[name]] if isinstance(base.get(name), dict) else []
+        for raw in [base | {name: value}, *(base | {name: inner} for inner in nested)]:
+            try:
+                config = read(raw)
+            except ConfigError:
+                continue
+            assert read(config.to_dict()) == config
