@@ -150,9 +150,7 @@ class CheckpointSource:
         Raises:
             CheckpointError: If a parameter was left behind.
         """
-        expected = {
-            name for name in self.checkpoint.parameters if not without_prefixes or not name.startswith(without_prefixes)
-        }
+        expected = {name for name in self.checkpoint.parameters if not name.startswith(without_prefixes)}
         left = sorted(expected - self._taken)
         if left:
             raise CheckpointError(
