@@ -33,6 +33,8 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     # name, target, help: in the order in which ``halocline --help`` lists them.
+    Command("generate", "halocline.cli.generate:generate", "Continue a text, or answer one turn of a chat."),
+    Command("chat", "halocline.cli.chat:chat", "Talk with a model in the terminal."),
     Command("plan-weights", "halocline.cli.plan_weights:plan_weights", "List what a configuration's checkpoint holds."),
     Command("make-model", "halocline.cli.make_model:make_model", "Write a small random model in the release's format."),
     Command("doctor", "halocline.cli.doctor:doctor", "Check device, torch, packages and folders of this machine."),

@@ -13,7 +13,7 @@ from typing import Any
 from halocline.engine.admission import ModelLimits, admit
 from halocline.engine.engine_thread import EngineThread
 from halocline.engine.generation import AsyncOutputStream, Generation, LoopMailbox, OutputStream
-from halocline.engine.loading import LoadedModel, LoadOptions, load_model
+from halocline.engine.loading import LoadedModel, LoadOptions, prepare_model
 from halocline.engine.progress import progress_bar
 from halocline.engine.prompt import ChatPrompt
 from halocline.engine.request import Request, RequestUpdate
@@ -21,12 +21,13 @@ from halocline.engine.results import RequestOutput
 from halocline.engine.sampling_params import FieldError, SamplingParams
 from halocline.engine.tokenizer import Tokenizer
 from halocline.hal.errors import RequestError, lines
+from halocline.hal.formats import Recipe
 from halocline.hal.table import KernelTable
 
 __all__ = ["LLM", "Prompt"]
 
-Prompt = str | Sequence[int]
-"""A text, which is encoded as plain text after one BOS, or the token ids as the model shall read them."""
+Prompt = str | Sequence[int] | ChatPrompt
+"""A text, encoded as plain text after one BOS; token ids as the model shall read them; or a rendered chat turn."""
 
 
 class LLM:
@@ -43,7 +44,7 @@ class LLM:
         """Loads a checkpoint.
 
         Args:
-            model: Its folder, or what `load_model` returned.
+            model: Its folder, or what `PreparedModel.load` returned.
             **options: Fields of `LoadOptions`: recipe, kernels, effort, max_requests, memory limits and more.
 
         Raises:
@@ -55,7 +56,7 @@ class LLM:
                 raise TypeError(f"the model is loaded already; {', '.join(options)} come too late")
             self._loaded = model
         else:
-            self._loaded = load_model(LoadOptions(model=Path(model), **options))
+            self._loaded = prepare_model(LoadOptions(model=Path(model), **options)).load()
         self._thread = EngineThread(self._loaded.engine)
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopMailbox]
         self._mailboxes = weakref.WeakKeyDictionary()
@@ -79,6 +80,11 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer."""
         return self._loaded.prompter.tokenizer
+
+    @property
+    def recipe(self) -> Recipe:
+        """Numeric recipe in force."""
+        return self._loaded.recipe
 
     @property
     def kernels(self) -> KernelTable:
@@ -115,7 +121,7 @@ class LLM:
         """
         listed = _listed(prompts)
         each = _params_for(params, len(listed))
-        generations = [self._completion(prompt, one) for prompt, one in zip(listed, each, strict=True)]
+        generations = [self._generation(prompt, one) for prompt, one in zip(listed, each, strict=True)]
         return self._collect(generations, progress=progress)
 
     def chat(
@@ -128,7 +134,7 @@ class LLM:
             params: Parameters; max_tokens fills the context if left out.
             **options: tools, tool_choice, thinking, effort, response_format of `Prompter.chat`.
         """
-        return self._collect([self._chat(messages, params, options)], progress=False)[0]
+        return self.generate(self.render_chat(messages, **options), params)[0]
 
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """Continues one prompt. Cancelling ends it."""
@@ -142,33 +148,38 @@ class LLM:
 
     # ---- streams ------------------------------------------------------------------------------------------------
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> OutputStream:
-        """Continues one prompt piece by piece."""
-        return OutputStream(self._completion(prompt, params or SamplingParams()), self._thread)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+    ) -> OutputStream:
+        """Continues one prompt piece by piece.
+
+        Args:
+            prompt: The prompt.
+            params: Parameters.
+            request_id: Name in results and logs; made up if left out.
+            priority: Larger goes first.
+        """
+        generation = self._generation(prompt, params, request_id=request_id, priority=priority)
+        return OutputStream(generation, self._thread)
 
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> OutputStream:
         """Writes the next turn of a conversation piece by piece; see `chat`."""
-        return OutputStream(self._chat(messages, params, options), self._thread)
+        return self.stream(self.render_chat(messages, **options), params)
 
-    def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncOutputStream:
-        """Continues one prompt piece by piece, in the running event loop."""
-        return AsyncOutputStream(self._completion(prompt, params or SamplingParams()), self._thread, self._mailbox())
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
+    ) -> AsyncOutputStream:
+        """Continues one prompt piece by piece, in the running event loop; see `stream`."""
+        generation = self._generation(prompt, params, request_id=request_id, priority=priority)
+        return AsyncOutputStream(generation, self._thread, self._mailbox())
 
     def astream_chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> AsyncOutputStream:
         """Writes the next turn of a conversation piece by piece, in the running event loop; see `chat`."""
-        return AsyncOutputStream(self._chat(messages, params, options), self._thread, self._mailbox())
-
-    def astream_prompt(
-        self, prompt: ChatPrompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
-    ) -> AsyncOutputStream:
-        """Streams the turn of a rendered chat prompt, for servers with protocols of their own."""
-        admitted = admit(prompt.token_ids, params, self.limits)
-        generation = Generation(admitted, self._loaded.prompter, chat=prompt, request_id=request_id, priority=priority)
-        return AsyncOutputStream(generation, self._thread, self._mailbox())
+        return self.astream(self.render_chat(messages, **options), params)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> ChatPrompt:
         """The prompt of a conversation, as text and as token ids; see `Prompter.chat` for the options."""
@@ -176,24 +187,22 @@ class LLM:
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
-    def _completion(self, prompt: Prompt, params: SamplingParams) -> Generation:
-        prompter = self._loaded.prompter
-        ids = prompter.completion(prompt) if isinstance(prompt, str) else prompt
-        return Generation(admit(ids, params, self.limits), prompter)
-
-    def _chat(
-        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, options: Mapping[str, Any]
+    def _generation(
+        self, prompt: Prompt, params: SamplingParams | None, *, request_id: str | None = None, priority: int = 0
     ) -> Generation:
         params = params or SamplingParams()
-        prompt = self.render_chat(messages, **options)
-        if prompt.constraint is not None and prompt.constraint[0] in ("json", "regex") and params.token_mask is None:
-            raise FieldError(
-                "response_format",
-                options.get("response_format"),
-                "cannot be enforced without a token mask",
-                "SamplingParams(token_mask=...) with a grammar of that format",
-            )
-        return Generation(admit(prompt.token_ids, params, self.limits), self._loaded.prompter, chat=prompt)
+        chat = prompt if isinstance(prompt, ChatPrompt) else None
+        if chat is not None and chat.constraint is not None and params.token_mask is None:
+            kind, text = chat.constraint
+            if kind in ("json", "regex"):
+                raise FieldError(
+                    "response_format",
+                    text or kind,
+                    "cannot be enforced without a token mask",
+                    "SamplingParams(token_mask=...) with a grammar of that format",
+                )
+        admitted = admit(self._loaded.prompter.ids(prompt), params, self.limits)
+        return Generation(admitted, self._loaded.prompter, chat=chat, request_id=request_id, priority=priority)
 
     def _collect(self, generations: Sequence[Generation], *, progress: bool | None) -> list[RequestOutput]:
         """Runs generations to their end; ends all of them if the caller is interrupted."""
@@ -241,9 +250,9 @@ def _into(
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list; a sequence that begins with a number is one prompt."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, str | ChatPrompt):
         return [prompts]
-    if len(prompts) and isinstance(prompts[0], int):
+    if len(prompts) and hasattr(prompts[0], "__index__"):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

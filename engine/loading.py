@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halocline.engine.admission import ModelLimits
 from halocline.engine.config import EngineConfig
 from halocline.engine.engine import Engine
 from halocline.engine.memory_plan import cache_limit
@@ -30,13 +31,12 @@ from halocline.models.checkpoint import Checkpoint
 from halocline.models.checkpoint_source import CheckpointSource
 
 if TYPE_CHECKING:
-    from halocline.engine.admission import ModelLimits
     from halocline.hal.device import Device
     from halocline.hal.ops import Ops
     from halocline.hal.table import KernelTable
     from halocline.models.interface import CausalModel
 
-__all__ = ["LoadOptions", "LoadedModel", "load_model"]
+__all__ = ["LoadOptions", "LoadedModel", "PreparedModel", "prepare_model"]
 
 # When nobody says: the rest of a GPU is for activations and workspaces; a CPU shares its memory with everything else.
 _GPU_FRACTION = 0.9
@@ -104,36 +104,80 @@ class LoadedModel:
     engine: Engine
 
 
-def load_model(options: LoadOptions) -> LoadedModel:
-    """Loads a checkpoint onto this machine's device.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PreparedModel:
+    """A checkpoint that was checked and can be loaded; nothing of it is in memory yet.
+
+    Attributes:
+        options: What was asked for.
+        checkpoint: Its files.
+        prompter: Renders prompts.
+        limits: What bounds a request.
+    """
+
+    options: LoadOptions
+    checkpoint: Checkpoint
+    prompter: Prompter
+    limits: ModelLimits
+
+    def load(self) -> LoadedModel:
+        """Loads it onto this machine's device.
+
+        Raises:
+            InputError: Kernels or options do not fit the model.
+            MachineError: Device or memory do not suffice.
+        """
+        options, checkpoint = self.options, self.checkpoint
+        device = probe(options.settings)
+        chosen = recipe(options.recipe or ("served" if device.is_gpu else "recipe"))
+        table = choose_kernels(
+            lambda device, layout: checkpoint.family.kernel_requests(
+                checkpoint.config, chosen, prefill_layout=layout, cache_dialect=device.fp8_dialect
+            ),
+            settings=options.settings,
+            flags=options.kernels,
+            device=device,
+        )
+        ops_of_layer = functools.cache(functools.partial(load_ops, table))
+        model = _read_weights(checkpoint, chosen, table, ops_of_layer, options)
+        engine = _make_engine(model, checkpoint, device, load_ops(table), options)
+        return LoadedModel(
+            options=options,
+            recipe=chosen,
+            kernels=table,
+            limits=engine.limits,
+            prompter=self.prompter,
+            engine=engine,
+        )
+
+
+def prepare_model(options: LoadOptions) -> PreparedModel:
+    """Checks a checkpoint: configuration, files, tokenizer.
 
     Raises:
-        InputError: Configuration, files, kernels or options do not fit each other.
-        MachineError: Device or memory do not suffice.
+        InputError: They do not fit each other or the options.
     """
     checkpoint = Checkpoint.open(options.model)
     config = checkpoint.config
-    prompter = _prompter(checkpoint, options)
-    device = probe(options.settings)
-    chosen = recipe(options.recipe or ("served" if device.is_gpu else "recipe"))
-    table = choose_kernels(
-        lambda device, layout: checkpoint.family.kernel_requests(
-            config, chosen, prefill_layout=layout, cache_dialect=device.fp8_dialect
-        ),
-        settings=options.settings,
-        flags=options.kernels,
-        device=device,
-    )
-    ops_of_layer = functools.cache(functools.partial(load_ops, table))
-    model = _read_weights(checkpoint, chosen, table, ops_of_layer, options)
-    engine = _make_engine(model, checkpoint, device, load_ops(table), options)
-    return LoadedModel(
+    longest = config.max_position_embeddings
+    if options.max_positions is not None and not 1 <= options.max_positions <= longest:
+        raise ConfigError(
+            lines(
+                "the longest context is out of range",
+                asked=f"max_positions={options.max_positions}",
+                found=f"a model of {longest} positions",
+                try_=f"1 to {longest}",
+            )
+        )
+    return PreparedModel(
         options=options,
-        recipe=chosen,
-        kernels=table,
-        limits=engine.limits,
-        prompter=prompter,
-        engine=engine,
+        checkpoint=checkpoint,
+        prompter=_prompter(checkpoint, options),
+        limits=ModelLimits(
+            vocab_size=config.vocab_size,
+            max_tokens=options.max_positions or longest,
+            eos_ids=config.eos_token_ids,
+        ),
     )
 
 

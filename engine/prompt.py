@@ -73,6 +73,12 @@ class Prompter:
         self.model_name = model_name
         self.effort = effort
 
+    def ids(self, prompt: str | Sequence[int] | ChatPrompt) -> Sequence[int]:
+        """What the model reads of a prompt: text after one BOS, token ids as they are, a chat turn as rendered."""
+        if isinstance(prompt, str):
+            return self.completion(prompt)
+        return prompt.token_ids if isinstance(prompt, ChatPrompt) else prompt
+
     def completion(self, text: str, *, control_tokens: bool = False) -> tuple[int, ...]:
         """Ids of a plain text after one BOS.
 
