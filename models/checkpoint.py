@@ -71,6 +71,10 @@ class Checkpoint:
         """Bytes of all parameters as stored."""
         return sum(stored.nbytes for stored in self.parameters.values())
 
+    def nbytes_without(self, *prefixes: str) -> int:
+        """Bytes of the parameters whose names do not begin with one of these, for example without `mtp.`."""
+        return sum(stored.nbytes for name, stored in self.parameters.items() if not name.startswith(prefixes))
+
     @property
     def formats(self) -> dict[str, int]:
         """Number of matrices in each format found."""

@@ -50,6 +50,8 @@ def test_a_sound_checkpoint_opens_and_reads_completely(
     assert checkpoint.config == TINY
     assert checkpoint.nbytes == checkpoint.plan.nbytes == 1_817_024
     assert checkpoint.formats == {"fp8_block": 60, "mxfp4": 168}
+    draft = sum(t.numel() * t.element_size() for name, t in stored.items() if name.startswith("mtp."))
+    assert checkpoint.nbytes_without("mtp.") == 1_817_024 - draft
     seen = 0
     reports: list[tuple[int, int]] = []
     with CheckpointSource(checkpoint, progress=lambda done, total: reports.append((done, total))) as source:
