@@ -240,26 +240,28 @@ class CacheManager:
         Returns:
             State slots to copy (source, target) before the next step, or None if nothing was stored.
         """
-        prefix, row = self.prefix, request.row
+        prefix, row, depth = self.prefix, request.row, boundary // self.page_tokens
         window_pages = self._window_before(row, boundary)
         if prefix is None or window_pages is None:
             return None
-        node = self._known_path(request, boundary // self.page_tokens)
-        if node is not None and node.depth * self.page_tokens == boundary and node.is_resume_point:
+        node = self._known_path(request, depth)
+        if node is not None and node.depth == depth and node.is_resume_point:
             return None
-        first = node.depth if node is not None else 0
-        blocks = request.blocks(first, boundary // self.page_tokens, self.page_tokens)
-        pages = self.table.tokens.pages[row, first : boundary // self.page_tokens].tolist()
-        end = prefix.extend(node, blocks, pages, request.extra_keys)
-        old = request.moving
-        if old is not None and old is not end and old.is_resume_point and old.num_hits == 0:
+        old = request.moving if request.moving is not None and request.moving.can_move else None
+        if old is not None and self.slot_pool.num_free == 0:
             prefix.forget_resume_point(old)
+            old = None
         if not self._free_slot():
-            prefix.prune(end)
-            request.node = None
             return None
         (slot,) = self.slot_pool.allocate(1)
+        node = self._known_path(request, depth)  # again: what was given up may have taken a part of the path along
+        first = node.depth if node is not None else 0
+        blocks = request.blocks(first, depth, self.page_tokens)
+        pages = self.table.tokens.pages[row, first:depth].tolist()
+        end = prefix.extend(node, blocks, pages, request.extra_keys)
         prefix.make_resume_point(end, window_pages, slot)
+        if old is not None and old.is_resume_point:
+            prefix.forget_resume_point(old)
         if blocks:
             request.made.append(_ancestor(end, first + 1))
         request.node = end
@@ -308,7 +310,11 @@ class CacheManager:
         table, row = self.table, request.row
         self.window_pool.release(table.window.clear_span(row, int(table.window_start[row]), int(table.window_end[row])))
         self.token_pool.release(table.tokens.clear_span(row, 0, int(table.token_end[row])))
-        self.slot_pool.release((int(table.state_slots[row]),))
+        slot = int(table.state_slots[row])
+        for restore in [restore for restore in self.restores if restore[1] == slot]:
+            self.restores.remove(restore)  # admitted and preempted in one step
+            self.end_restores([restore])
+        self.slot_pool.release((slot,))
         table.close(row)
         self.num_closed += 1
 

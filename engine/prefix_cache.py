@@ -68,6 +68,11 @@ class Node:
         return self.slot >= 0
 
     @property
+    def can_move(self) -> bool:
+        """Whether a request that made this resume point may give it up for a later one: nobody else used it."""
+        return self.slot >= 0 and self.num_hits == 0
+
+    @property
     def is_attached(self) -> bool:
         """Whether it is still in a tree (roots are)."""
         return self.parent is not None or self.depth == 0
