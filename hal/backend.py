@@ -119,19 +119,20 @@ def specs_of(manifests: Iterable[Manifest]) -> tuple[KernelSpec, ...]:
     """The kernels of several manifests.
 
     Raises:
-        ConfigError: If two kernels of one op and vendor have the same name.
+        ConfigError: If two kernels of one op that can meet on a device have the same name.
     """
-    homes: dict[tuple[str, str, str], str] = {}
     specs: list[KernelSpec] = []
+    homes: dict[tuple[str, str], dict[str, str]] = {}
     for manifest in manifests:
         for spec in manifest.specs:
-            key = (spec.op, spec.name, spec.vendor)
-            if key in homes:
+            known = homes.setdefault((spec.op, spec.name), {})
+            clash = next((vendor for vendor in known if spec.vendor in ("", vendor) or not vendor), None)
+            if clash is not None:
                 raise ConfigError(
-                    f"two kernels are called {spec.op}={spec.name} (vendor {spec.vendor or 'any'}): in the manifests "
-                    f"{homes[key]!r} and {manifest.name!r}"
+                    f"two kernels are called {spec.op}={spec.name}: for {clash or 'any vendor'} in the manifest "
+                    f"{known[clash]!r}, for {spec.vendor or 'any vendor'} in the manifest {manifest.name!r}"
                 )
-            homes[key] = manifest.name
+            known[spec.vendor] = manifest.name
             specs.append(spec)
     return tuple(specs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from halocline.hal.errors import OverrideError, lines
 from halocline.hal.op import KernelSpec
@@ -34,7 +35,7 @@ def check_overrides(
             raise _unknown("op", override.pattern, op_names, override)
         for kernel in override.kernels:
             if kernel != AUTO:
-                notes.extend(_check_kernel(override, kernel, matched, specs))
+                notes.extend(_check_kernel(override, kernel, matched, specs, {request.op for request in requests}))
         if AUTO in override.kernels and override.action != "compare":
             raise _wrong(override, "auto stands for a kernel in compare(auto,...) only", "leave the override out")
         _check_traits(override, matched, specs, requests)
@@ -46,13 +47,13 @@ def check_overrides(
 
 
 def _check_kernel(
-    override: Override, kernel: str, matched: Sequence[str], specs: Sequence[KernelSpec]
+    override: Override, kernel: str, matched: Sequence[str], specs: Sequence[KernelSpec], requested: AbstractSet[str]
 ) -> Iterable[str]:
     having = {spec.op for spec in specs if spec.name == kernel}
     if not having.intersection(matched):
         known = sorted({spec.name for spec in specs if spec.op in matched})
         raise _unknown("kernel", kernel, known, override)
-    without = [name for name in matched if name not in having]
+    without = [name for name in matched if name in requested and name not in having]
     if without and override.is_pattern and override.action != "ban":
         yield f"{override.text}: no such kernel for {', '.join(without)}, which keep their choice"
 

@@ -40,6 +40,7 @@ _SYNTAX = re.compile(
     (?P<ban>!)?(?P<kernel>[A-Za-z0-9_]+|compare\(\s*[A-Za-z0-9_]+\s*,\s*[A-Za-z0-9_]+\s*\))$""",
     re.VERBOSE,
 )
+_MOST_LAYERS = 100_000
 _EXAMPLE = "attention.sparse_decode=flashmla, 'attention.*=!aiter', 'moe.experts[a2a=none]?=triton'"
 
 # Higher wins. HALOCLINE_KERNELS wins over HALOCLINE_HIP_BACKEND, which is short for one pattern.
@@ -212,7 +213,8 @@ def _parse_layers(text: str, whole: str, origin: str) -> tuple[int, ...]:
     layers: set[int] = set()
     for part in (piece.strip() for piece in text.split(",")):
         first, dash, last = part.partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or (dash and int(last) < int(first)):
+        is_range = first.isdigit() and (last.isdigit() if dash else not last)
+        if not is_range or not int(first) <= int(last or first) <= _MOST_LAYERS:
             raise _malformed(whole, origin, f"layers are numbers and ranges like 0-3,7; found {part!r}")
         layers.update(range(int(first), int(last or first) + 1))
     return tuple(sorted(layers))

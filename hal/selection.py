@@ -93,13 +93,13 @@ class _Candidate:
 def _judge(
     specs: Sequence[KernelSpec], request: KernelRequest, device: Device, inventory: Inventory, policy: Policy
 ) -> tuple[_Candidate, ...]:
-    native = {spec.name for spec in specs if spec.vendor in ("", device.vendor)}
+    names = [spec.name for spec in specs]
     return tuple(
         _Candidate(
             spec=spec,
-            label=f"{spec.vendor}/{spec.name}"
-            if spec.name in native and spec.vendor not in ("", device.vendor)
-            else spec.name,
+            label=spec.name
+            if spec.vendor in ("", device.vendor) or names.count(spec.name) == 1
+            else f"{spec.vendor}/{spec.name}",
             against=tuple(reasons_against(spec, request, device, inventory, policy)),
         )
         for spec in specs

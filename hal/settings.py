@@ -62,7 +62,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def _choice(*allowed: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in allowed:
-            raise ValueError(f"expected one of {', '.join(allowed)}", nearest(text, allowed))
+            raise ValueError(f"one of {', '.join(allowed)}", nearest(text, allowed))
         return text
 
     return parse
@@ -73,12 +73,12 @@ def _boolean(text: str) -> bool:
         return True
     if text.lower() in _FALSE:
         return False
-    raise ValueError("expected 1 or 0 (true/false, yes/no, on/off)", nearest(text.lower(), _TRUE + _FALSE))
+    raise ValueError("1 or 0 (true/false, yes/no, on/off)", nearest(text.lower(), _TRUE + _FALSE))
 
 
 def _verbosity(text: str) -> int:
     if text not in ("0", "1", "2"):
-        raise ValueError("expected 0, 1 or 2", None)
+        raise ValueError("0, 1 or 2", None)
     return int(text)
 
 
@@ -227,7 +227,8 @@ def set_library_variable(name: str, value: str) -> None:
 
 
 def _unknown(variable: str, known: Iterable[str]) -> SettingsError:
-    close = nearest(variable, known)
+    close = nearest(variable.removeprefix(PREFIX), [name.removeprefix(PREFIX) for name in known])
+    close = None if close is None else PREFIX + close
     return SettingsError(
         lines(
             f"unknown setting {variable}",

@@ -27,7 +27,7 @@ class Rejection:
     """One reason against one kernel.
 
     Attributes:
-        kernel: Its name; `vendor/name` when a kernel of the same name serves this device.
+        kernel: Its name; `vendor/name` for another vendor's kernel when several have that name.
         stage: What refused it.
         reason: Why, in one line.
     """

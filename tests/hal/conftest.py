@@ -1,0 +1,79 @@
+"""What tests of the HAL share: made-up kernels, requests and installed distributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halocline.hal.backend import load_manifests, specs_of
+from halocline.hal.op import KernelSpec
+from halocline.hal.request import KernelRequest
+
+
+@pytest.fixture(scope="session")
+def specs() -> tuple[KernelSpec, ...]:
+    """Every kernel of every backend in this repository."""
+    return specs_of(load_manifests())
+
+
+@pytest.fixture
+def make_spec() -> Callable[..., KernelSpec]:
+    """A kernel of `norm.rms_norm` that suits everything unless told otherwise."""
+
+    def make(name: str = "toy", **changes: Any) -> KernelSpec:
+        facts: dict[str, Any] = {
+            "op": "norm.rms_norm",
+            "name": name,
+            "target": f"toys.{name}:kernel",
+            "formats": {"compute": ("bfloat16",)},
+            "rank": 20,
+        }
+        return KernelSpec(**{**facts, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make_request() -> Callable[..., KernelRequest]:
+    """A request for `norm.rms_norm` outside of layers unless told otherwise."""
+
+    def make(**changes: Any) -> KernelRequest:
+        return KernelRequest(**{"op": "norm.rms_norm", "formats": {"compute": ("bfloat16",)}, **changes})
+
+    return make
+
+
+@pytest.fixture
+def install(tmp_path: Path) -> Callable[..., Path]:
+    """Puts a made-up distribution into a folder that stands for a site-packages."""
+    site = tmp_path / "site"
+
+    def put(
+        distribution: str,
+        version: str,
+        modules: Mapping[str, str] | None = None,
+        entry_points: str = "",
+        record: bool = True,
+    ) -> Path:
+        """Installs a distribution whose modules have the given source texts."""
+        info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        files = []
+        for module, source in (modules or {}).items():
+            file = site / module / "__init__.py"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(source)
+            files.append(f"{module}/__init__.py,,")
+        if record:
+            (info / "RECORD").write_text("\n".join([*files, f"{info.name}/METADATA,,", ""]))
+        else:
+            (info / "top_level.txt").write_text("\n".join(modules or {}))
+        if entry_points:
+            (info / "entry_points.txt").write_text(entry_points)
+        return site
+
+    return put
