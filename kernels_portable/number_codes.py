@@ -85,3 +85,13 @@ def exact_bfloat16(x):
     """bfloat16 of float32 values that bfloat16 holds exactly: takes the high half without a rounding."""
     high = (x.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
     return high.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def split_float32(x):
+    """Three bfloat16 numbers, largest first, whose sum is the float32 `x`: products with them use matrix units."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    return high, middle, low

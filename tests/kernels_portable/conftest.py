@@ -7,6 +7,7 @@ put everything back afterwards: other tests of the same process see kernels as t
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -71,13 +72,19 @@ def _run_interpreted() -> Iterator[None]:
 
 
 def _repair_interpreter() -> None:
-    """Replaces the interpreter's float conversions and products; Triton 3.6 and 3.9 need all of it.
+    """Replaces the interpreter's float conversions and products, and lets it take a product by bfloat16 parts.
 
     bfloat16 operands of `tl.dot` are multiplied as the integers that carry them, float32 is truncated to bfloat16 and
     rounding to E4M3 loses carries into the exponent. `test_interpreter.py` fails when a Triton release mends one.
     """
     import triton.language as tl
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle, _patch_lang
+
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        options, allowed_dot_input_precisions=(*options.allowed_dot_input_precisions, "bf16x6")
+    )
 
     kinds = {
         tl.float16: torch.float16,
