@@ -33,6 +33,7 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     # name, target, help: in the order in which ``halocline --help`` lists them.
+    Command("demo", "halocline.cli.demo:demo", "Run the whole path on a tiny model, checked."),
     Command("generate", "halocline.cli.generate:generate", "Continue a text, or answer one turn of a chat."),
     Command("chat", "halocline.cli.chat:chat", "Talk with a model in the terminal."),
     Command("plan-weights", "halocline.cli.plan_weights:plan_weights", "List what a configuration's checkpoint holds."),

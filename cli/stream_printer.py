@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from halocline.engine.results import OutputDelta, RequestOutput
 
-__all__ = ["StreamPrinter", "summary"]
+__all__ = ["StreamPrinter", "summary", "visible"]
 
 _FIRST_CONTROL_PICTURE = 0x2400
 _DELETE, _PICTURE_OF_DELETE = "\x7f", "\u2421"
@@ -34,13 +34,13 @@ class StreamPrinter:
         """Writes what a delta adds."""
         if delta.reasoning and self._terminal:
             self._reasoned = True
-            self._write(typer.style(_visible(delta.reasoning), dim=True), delta.reasoning)
+            self._write(typer.style(visible(delta.reasoning), dim=True), delta.reasoning)
         text = delta.text or delta.content
         if text:
             if self._reasoned:
                 self._reasoned = False
                 self._write("\n\n", "\n")
-            self._write(_visible(text) if self._terminal else text, text)
+            self._write(visible(text) if self._terminal else text, text)
 
     def finish(self, result: RequestOutput) -> None:
         """Writes the tool calls, one JSON object a line, and ends the line."""
@@ -55,7 +55,7 @@ class StreamPrinter:
         self._at_line_start = plain.endswith("\n")
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """The text with pictures in place of control characters, line ends and tabs excepted."""
     return "".join(character if character in "\n\t" else _picture(character) for character in text)
 

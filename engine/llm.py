@@ -185,6 +185,10 @@ class LLM:
         """The prompt of a conversation, as text and as token ids; see `Prompter.chat` for the options."""
         return self._loaded.prompter.chat(messages, **options)
 
+    def prompt_ids(self, prompt: Prompt) -> Sequence[int]:
+        """What the model reads of a prompt."""
+        return self._loaded.prompter.ids(prompt)
+
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _generation(
