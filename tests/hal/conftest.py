@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from halocline.hal.backend import load_manifests, specs_of
+from halocline.hal.inventory import Inventory, Package
 from halocline.hal.op import KernelSpec
 from halocline.hal.request import KernelRequest
 
@@ -17,6 +18,20 @@ from halocline.hal.request import KernelRequest
 def specs() -> tuple[KernelSpec, ...]:
     """Every kernel of every backend in this repository."""
     return specs_of(load_manifests())
+
+
+@pytest.fixture(scope="session")
+def everything_installed(specs: tuple[KernelSpec, ...]) -> Inventory:
+    """One working provider of every library that any kernel names, for either vendor."""
+    chosen = {p.module: p for spec in specs for p in reversed((*spec.providers, *spec.requires))}
+    modules: dict[str, list[str]] = {}
+    for module, provider in chosen.items():
+        modules.setdefault(provider.distribution, []).append(module)
+    oldest = {p.distribution: p.versions.split(",")[0].lstrip(">=") for p in chosen.values()}
+    return Inventory.of(
+        Package(distribution=name, version=oldest[name], modules=tuple(sorted(owned)))
+        for name, owned in modules.items()
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,209 @@
+"""The runner of the experts is chosen from data: all-to-all kind, runner, weight format and vendor.
+
+Every combination that a manifest advertises is tried in a fresh process of its own with stub kernels: it selects, or
+refuses with a reason. Nothing can be "not registered", because nothing registers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from halocline.hal.errors import NoKernelError
+from halocline.hal.inventory import Inventory
+from halocline.hal.op import KernelSpec
+from halocline.hal.overrides import parse_override
+from halocline.hal.profiles import PROFILES
+from halocline.hal.request import KernelRequest
+from halocline.hal.selection import resolve
+from halocline.hal.stages import Policy, reasons_against
+
+A2A = ("none", "deepep", "mori", "flashinfer")
+RUNNERS = (
+    "triton", "triton_kernels", "humming", "deep_gemm", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_trtllm",
+    "marlin", "aiter", "reference",
+)  # fmt: skip
+FORMATS = ("mxfp4", "fp8_block", "nvfp4", "bfloat16")
+DEVICES = ("sm_90", "sm_100", "gfx942", "gfx950")
+OP = "moe.experts"
+
+
+def request(a2a: str, weight: str) -> KernelRequest:
+    """What a one-layer mixture of experts asks for."""
+    return KernelRequest(
+        op=OP,
+        layers=(0,),
+        formats={"compute": ("bfloat16",), "weight": (weight,)},
+        traits={"a2a": a2a, "tp_size": 1, "num_experts": 8, "num_chosen": 2, "hidden_size": 256, "expert_width": 128},
+        semantics={
+            "fp8_dialect": ("ocp" if weight in ("fp8_block", "nvfp4") else "none",),
+            "activation": ("none" if weight == "bfloat16" else "fp8_group128",),
+            "swiglu_clamp": ("gate_above_up_both",),
+            "weight_before_down": ("yes",),
+        },
+    )
+
+
+def advertised(specs: tuple[KernelSpec, ...]) -> list[tuple[str, str, str, str]]:
+    """Every (all-to-all kind, runner, weight format, device) that some record names."""
+    found: list[tuple[str, str, str, str]] = []
+    for spec in (s for s in specs if s.op == OP):
+        for device in DEVICES:
+            vendor = PROFILES[device].device.vendor
+            if spec.vendor in ("", vendor) and (not spec.archs or device in spec.archs):
+                kinds = [str(kind) for kind in spec.traits.get("a2a", A2A)]
+                found += [
+                    (kind, spec.name, w, device) for kind in kinds for w in spec.formats["weight"] if w in FORMATS
+                ]
+    return found
+
+
+def test_the_runners_are_the_known_ones(specs: tuple[KernelSpec, ...]) -> None:
+    assert {spec.name for spec in specs if spec.op == OP} == set(RUNNERS)
+    assert {str(kind) for spec in specs if spec.op == OP for kind in spec.traits.get("a2a", ())} == set(A2A)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_key_selects_or_refuses_with_a_reason(
+    specs: tuple[KernelSpec, ...], everything_installed: Inventory, device: str
+) -> None:
+    """The whole product, in this process: 160 keys a device."""
+    found = PROFILES[device].device
+    for a2a, runner, weight in itertools.product(A2A, RUNNERS, FORMATS):
+        candidates = [s for s in specs if s.op == OP and s.name == runner]
+        own = [s for s in candidates if s.vendor in ("", found.vendor)] or candidates
+        reasons = list(reasons_against(own[0], request(a2a, weight), found, everything_installed, Policy(planned=True)))
+        fits = (
+            own[0].vendor in ("", found.vendor)
+            and (not own[0].archs or device in own[0].archs)
+            and weight in own[0].formats["weight"]
+            and a2a in own[0].traits.get("a2a", (a2a,))
+        )
+        assert ({stage for stage, _ in reasons} <= {"policy"}) is fits
+        assert all(reason for _, reason in reasons)
+
+
+@pytest.mark.parametrize(("device", "wins"), [("sm_90", "triton_kernels"), ("sm_100", "flashinfer_trtllm")])
+def test_pure_tensor_parallelism_may_name_flashinfer_mxfp4(
+    specs: tuple[KernelSpec, ...], everything_installed: Inventory, device: str, wins: str
+) -> None:
+    """The key on which another engine stopped with "not registered" (sgl-project/sglang#30426)."""
+    by_name = parse_override(f"{OP}[a2a=none]=flashinfer_mxfp4", source="flag", origin="--kernel", precedence=5)
+    for overrides, expected in (((), wins), ((by_name,), "flashinfer_mxfp4")):
+        table = resolve(
+            [request("none", "mxfp4")],
+            specs=specs,
+            device=PROFILES[device].device,
+            inventory=everything_installed,
+            policy=Policy(planned=True, overrides=overrides),
+        )
+        assert table.find(OP, 0).chosen == expected
+
+
+@pytest.mark.parametrize("weight", FORMATS)
+def test_packed_weights_match_their_runner_before_loading(
+    specs: tuple[KernelSpec, ...], everything_installed: Inventory, weight: str
+) -> None:
+    """Whatever a runner's name promises, a format that it does not take is refused (sgl-project/sglang#32333)."""
+    device = PROFILES["sm_90"].device
+    for spec in (s for s in specs if s.op == OP and s.vendor == "nvidia"):
+        stages = {stage for stage, _ in reasons_against(
+            spec, request("none", weight), device, everything_installed, Policy(planned=True))}  # fmt: skip
+        assert ("formats" in stages) is (weight not in spec.formats["weight"])
+
+
+# ---- fresh processes --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import dataclasses, json, sys
+sys.path.insert(0, {stubs!r})
+from halocline.hal.backend import load_manifests, specs_of
+from halocline.hal.overrides import parse_override
+from halocline.hal.errors import HaloclineError
+from halocline.hal.errors import NoKernelError
+from halocline.hal.inventory import Inventory, Package
+from halocline.hal.profiles import PROFILES
+from halocline.hal.request import KernelRequest
+from halocline.hal.runtime import load_ops
+from halocline.hal.selection import bind
+from halocline.hal.stages import Policy
+
+a2a, runner, weight, device = sys.argv[1:]
+facts = json.loads({facts!r})
+stub = dict(target="stub_experts:experts", prepare="stub_experts:prepare_experts", status="run")
+specs = [dataclasses.replace(s, **stub) for s in specs_of(load_manifests()) if s.op == "moe.experts"]
+inventory = Inventory.of(Package(distribution=d, version=v, modules=tuple(m)) for d, v, m in facts["packages"])
+made = {{k: {{n: tuple(v) for n, v in facts["requests"][weight][k].items()}} for k in ("formats", "semantics")}}
+request = KernelRequest(op="moe.experts", layers=(0,), traits=dict(facts["traits"], a2a=a2a), **made)
+choice = parse_override(f"moe.experts[a2a={{a2a}}]={{runner}}", source="flag", origin="--kernel", precedence=5)
+try:
+    table = bind([request], specs=specs, device=PROFILES[device].device, inventory=inventory,
+                 policy=Policy(overrides=(choice,)))
+    ops = load_ops(table, 0)
+    weights = ops.moe.prepare_experts("gate_up", "down", activation="none")
+    outcome = ["selects", table.find("moe.experts", 0).chosen, ops.moe.experts("x", "routing", weights, limit=10.0)]
+except HaloclineError as error:
+    outcome = ["refuses", type(error).__name__, str(error)]
+print(json.dumps(outcome))
+"""
+STUB = """
+def prepare_experts(gate_up, down, *, activation):
+    return (gate_up, down, activation)
+
+def experts(x, routing, weights, *, limit):
+    return [x, routing, list(weights), limit]
+"""
+
+
+def test_every_advertised_key_works_in_a_fresh_process(
+    specs: tuple[KernelSpec, ...], everything_installed: Inventory, tmp_path: Path
+) -> None:
+    (tmp_path / "stub_experts.py").write_text(STUB)
+    example = request("none", "mxfp4")
+    facts = {
+        "packages": [[p.distribution, p.version, p.modules] for p in everything_installed.packages.values()],
+        "traits": dict(example.traits),
+        "requests": {
+            weight: {
+                "formats": dict(request("none", weight).formats),
+                "semantics": dict(request("none", weight).semantics),
+            }
+            for weight in FORMATS
+        },
+    }
+    script = SCRIPT.format(stubs=str(tmp_path), facts=json.dumps(facts))
+    keys = advertised(specs)
+    assert len(keys) > 80
+
+    def run(key: tuple[str, str, str, str]) -> list[object]:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", script, *key], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{key}: {done.stderr}"
+        return json.loads(done.stdout)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        outcomes = dict(zip(keys, pool.map(run, keys), strict=True))
+    called = ["x", "routing", ["gate_up", "down", "none"], 10.0]
+    assert {key: outcome for key, outcome in outcomes.items() if outcome != ["selects", key[1], called]} == {}
+
+
+def test_a_named_runner_that_does_not_suit_is_refused(
+    specs: tuple[KernelSpec, ...], everything_installed: Inventory
+) -> None:
+    """deep_gemm takes no MXFP4, whoever asks."""
+    choice = parse_override(f"{OP}=deep_gemm", source="flag", origin="--kernel", precedence=5)
+    with pytest.raises(NoKernelError, match="weight=mxfp4 is asked for, it takes fp8_block"):
+        resolve(
+            [request("deepep", "mxfp4")],
+            specs=specs,
+            device=PROFILES["sm_90"].device,
+            inventory=everything_installed,
+            policy=Policy(planned=True, overrides=(choice,)),
+        )
