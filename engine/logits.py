@@ -62,7 +62,8 @@ class LogitEdits:
     def __init__(self, capacity: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self._device = device
-        self._rows: list[_RowEdits | None] = [None] * capacity
+        self._capacity = capacity
+        self._rows: dict[int, _RowEdits] = {}
         self._counts_SV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self._prompt_SV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._free_slots: list[int] = []
@@ -87,10 +88,9 @@ class LogitEdits:
 
     def clear_row(self, row: int) -> None:
         """Forgets a row."""
-        edits = self._rows[row]
+        edits = self._rows.pop(row, None)
         if edits is not None and edits.slot is not None:
             self._free_slots.append(edits.slot)
-        self._rows[row] = None
 
     def refresh(self, rows: Sequence[int]) -> None:
         """Makes the index tensors of a step with these rows."""
@@ -98,8 +98,8 @@ class LogitEdits:
         bias: list[tuple[int, int, float]] = []
         penalized: list[tuple[int, int]] = []
         penalties: list[tuple[float, float, float]] = []
-        for position, row in enumerate(rows):
-            edits = self._rows[row]
+        for position, row in enumerate(rows if self._rows else ()):
+            edits = self._rows.get(row)
             if edits is None:
                 continue
             params = edits.params
@@ -162,7 +162,7 @@ class LogitEdits:
         """Allowed tokens of the masked rows, filled by their matchers."""
         num_words = (self.vocab_size + 31) // 32
         if self._bitmasks is None:
-            self._bitmasks = np.zeros((len(self._rows), num_words), dtype=np.int32)
+            self._bitmasks = np.zeros((self._capacity, num_words), dtype=np.int32)
         for i, (_, matcher) in enumerate(self._index.masked):
             self._bitmasks[i] = 0
             matcher.fill(self._bitmasks[i])

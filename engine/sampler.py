@@ -9,9 +9,10 @@ Shapes: R rows of a step, V vocabulary, L rows that want log-probabilities, K mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from halocline.engine.logprobs import LogprobRows, score_rows
 from halocline.hal.ops.sampling import SamplingBatch
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from halocline.engine.sampling_params import SamplingParams, TokenMatcher
@@ -61,13 +63,16 @@ class Sampler:
         self.capacity = capacity
         self.vocab_size = vocab_size
         self._ops = ops
-        self._params: list[SamplingParams | None] = [None] * capacity
-        self._counters = np.zeros(capacity, dtype=np.int64)
-        self._host = _StepBuffers(capacity, torch.device("cpu"))
-        self._step = _StepBuffers(capacity, torch.device(device))
+        self._taken = [False] * capacity
+        self._wishes: dict[int, int] = {}
+        self._by_row = _Columns(capacity, torch.device("cpu"))
+        self._host = _Columns(capacity, torch.device("cpu"))
+        self._step = _Columns(capacity, torch.device(device))
         self._ids = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         self._edits = LogitEdits(capacity, vocab_size, torch.device(device))
         self._rows: tuple[int, ...] = ()
+        self._row_index = np.zeros(0, dtype=np.int64)
+        self._asked: list[int | None] = []
         self._dirty = True
 
     def set_row(
@@ -90,16 +95,25 @@ class Sampler:
             stop_ids: Tokens that `min_tokens` suppresses: the model's end tokens and the request's stop tokens.
             matcher: State of the request's token mask, past `output_ids`.
         """
-        assert self._params[row] is None, f"row {row} is taken"
+        assert not self._taken[row], f"row {row} is taken"
         assert params.seed is not None, "a request gets its seed when it is admitted"
-        self._params[row] = params
-        self._counters[row] = len(output_ids)
+        self._taken[row] = True
+        values = self._by_row.numpy
+        values.temperature[row] = params.temperature
+        values.top_k[row] = min(params.top_k, self.vocab_size)
+        values.top_p[row] = params.top_p
+        values.min_p[row] = params.min_p
+        values.seeds[row] = params.seed
+        values.counters[row] = len(output_ids)
+        if params.logprobs is not None:
+            self._wishes[row] = params.logprobs
         self._edits.set_row(row, params, prompt_ids, output_ids, stop_ids=stop_ids, matcher=matcher)
         self._dirty = True
 
     def clear_row(self, row: int) -> None:
         """Frees a row and everything kept for it. Clearing a free row does nothing."""
-        self._params[row] = None
+        self._taken[row] = False
+        self._wishes.pop(row, None)
         self._edits.clear_row(row)
         self._dirty = True
 
@@ -115,13 +129,13 @@ class Sampler:
         """
         num_rows = len(rows)
         self._refresh(tuple(rows))
-        asked = [self._row_params(row).logprobs for row in rows]
-        logprobs = LogprobRows.before_edits(logits_RV, asked) if any(k is not None for k in asked) else None
-        self._edits.apply_(logits_RV, self._counters)
+        logprobs = LogprobRows.before_edits(logits_RV, self._asked) if self._asked else None
+        counters = self._by_row.numpy.counters
+        self._edits.apply_(logits_RV, counters)
         ids_R = self._ids[:num_rows]
         ids_R.copy_(self._ops.sampling.sample(logits_RV, self._step.batch(num_rows)))
         self._edits.count_(ids_R)
-        self._counters[list(rows)] += 1
+        counters[self._row_index] += 1
         self._step.counters[:num_rows] += 1
         if logprobs is not None:
             logprobs.choose(ids_R)
@@ -131,33 +145,36 @@ class Sampler:
         """Log-probabilities of given tokens, for prompts: row t of logits is judged at `targets_T[t]`."""
         return score_rows(logits_TV, targets_T, num_top)
 
-    def _row_params(self, row: int) -> SamplingParams:
-        params = self._params[row]
-        assert params is not None, f"row {row} is free"
-        return params
-
     def _refresh(self, rows: tuple[int, ...]) -> None:
         """Uploads the parameters of the step's rows if anything but the counters changed."""
         if rows == self._rows and not self._dirty:
             return
         assert len(set(rows)) == len(rows) <= self.capacity, "rows of a step are distinct"
-        host = self._host
-        for position, row in enumerate(rows):
-            params = self._row_params(row)
-            assert params.seed is not None
-            host.temperature[position] = params.temperature
-            host.top_k[position] = min(params.top_k, self.vocab_size)
-            host.top_p[position] = params.top_p
-            host.min_p[position] = params.min_p
-            host.seeds[position] = params.seed
-            host.counters[position] = int(self._counters[row])
-        self._step.words.copy_(host.words)
+        for row in rows:
+            assert self._taken[row], f"row {row} is free"
+        index = np.array(rows, dtype=np.int64)
+        columns: Iterable[tuple[NDArray[Any], NDArray[Any]]] = zip(self._host.numpy, self._by_row.numpy, strict=True)
+        for target, source in columns:
+            target[: len(rows)] = source[index]
+        self._step.words.copy_(self._host.words)
         self._edits.refresh(rows)
-        self._rows, self._dirty = rows, False
+        self._asked = [self._wishes.get(row) for row in rows] if not self._wishes.keys().isdisjoint(rows) else []
+        self._rows, self._row_index, self._dirty = rows, index, False
 
 
-class _StepBuffers:
-    """The tensors of a SamplingBatch at capacity, as views of one buffer of 32-bit words."""
+class _Values(NamedTuple):
+    """Parameters as arrays that share memory with `_Columns`."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seeds: NDArray[np.int64]
+    counters: NDArray[np.int64]
+
+
+class _Columns:
+    """The columns of a SamplingBatch at capacity, as views of one buffer of 32-bit words."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         even = capacity + capacity % 2
@@ -170,6 +187,12 @@ class _StepBuffers:
         self.seeds = self.words[4 * even : 6 * even].view(torch.int64)
         self.counters = self.words[6 * even : 8 * even].view(torch.int64)
         self._batches: dict[int, SamplingBatch] = {}
+
+    @cached_property
+    def numpy(self) -> _Values:
+        """The columns as arrays, on the host only."""
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.counters)
+        return _Values(*(column.numpy() for column in columns))
 
     def batch(self, num_rows: int) -> SamplingBatch:
         """Views of the first rows, made once for each count."""
