@@ -227,12 +227,13 @@ def _read_weights(
 
 def _make_engine(model: CausalModel, checkpoint: Checkpoint, device: Device, ops: Ops, options: LoadOptions) -> Engine:
     """Sizes the caches by what is left beside the weights, allocates them and warms up."""
-    max_requests = options.max_requests or (256 if device.is_gpu else 32)
+    max_requests = (256 if device.is_gpu else 32) if options.max_requests is None else options.max_requests
+    max_step_tokens = max(8192 if device.is_gpu else 1024, max_requests)
     config = EngineConfig(
         cache_bytes=_cache_bytes(device, options),
         max_requests=max_requests,
         max_positions=options.max_positions,
-        max_step_tokens=options.max_step_tokens or max(8192 if device.is_gpu else 1024, max_requests),
+        max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
         prefix_caching=options.prefix_caching,
         eos_ids=checkpoint.config.eos_token_ids,
     )
@@ -246,7 +247,8 @@ def _cache_bytes(device: Device, options: LoadOptions) -> int:
     if options.cache_bytes is not None:
         return cache_limit(total_bytes=total, used_bytes=used, limit_bytes=options.cache_bytes)
     if options.memory_fraction is not None or device.is_gpu:
-        return cache_limit(total_bytes=total, used_bytes=used, fraction=options.memory_fraction or _GPU_FRACTION)
+        fraction = _GPU_FRACTION if options.memory_fraction is None else options.memory_fraction
+        return cache_limit(total_bytes=total, used_bytes=used, fraction=fraction)
     return min(total - used, _CPU_CACHE_BYTES)
 
 

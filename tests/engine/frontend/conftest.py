@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -76,22 +76,26 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_tiny(folder: Path, **options: Any) -> LLM:
-    """The float32 recipe with caches of a size for tests."""
-    return LLM(
-        folder, **{"recipe": "float32", "cache_bytes": 2**26, "max_requests": 8, "max_step_tokens": 128} | options
-    )
+@pytest.fixture(scope="session")
+def load_tiny(tiny_folder: Path) -> Callable[..., LLM]:
+    """Loads it in the float32 recipe with caches of a size for tests; options override."""
+
+    def load(**options: Any) -> LLM:
+        sizes = {"recipe": "float32", "cache_bytes": 2**26, "max_requests": 8, "max_step_tokens": 128}
+        return LLM(tiny_folder, **{**sizes, **options})
+
+    return load
 
 
 @pytest.fixture(scope="module")
-def llm(tiny_folder: Path) -> Iterator[LLM]:
-    with load_tiny(tiny_folder) as loaded:
+def llm(load_tiny: Callable[..., LLM]) -> Iterator[LLM]:
+    with load_tiny() as loaded:
         yield loaded
         assert loaded.is_alive
 
 
 @pytest.fixture(scope="module")
-def one_by_one(tiny_folder: Path) -> Iterator[LLM]:
+def one_by_one(load_tiny: Callable[..., LLM]) -> Iterator[LLM]:
     """The same model with room for one request, without a prefix cache: nothing beside it, nothing before it."""
-    with load_tiny(tiny_folder, max_requests=1, prefix_caching=False) as loaded:
+    with load_tiny(max_requests=1, prefix_caching=False) as loaded:
         yield loaded
