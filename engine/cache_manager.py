@@ -48,7 +48,6 @@ class CacheManager:
         window_pool, token_pool, slot_pool: The pools.
         prefix: The prefix tree, or None where prefixes are not kept.
         restores: See `take_restores`; their sources are shared so that nobody takes them before the copy.
-        num_closed: Rows closed so far; a request that did not fit is tried again when this has grown.
     """
 
     def __init__(self, memory: MemoryPlan, *, prefix_caching: bool) -> None:
@@ -64,7 +63,6 @@ class CacheManager:
         pools = (self.token_pool, self.window_pool, self.slot_pool)
         self.prefix = PrefixCache(*pools, page_tokens=self.page_tokens) if prefix_caching else None
         self.restores: list[tuple[int, int]] = []
-        self.num_closed = 0
 
     # ---- admission ----------------------------------------------------------------------------------------------
 
@@ -80,37 +78,38 @@ class CacheManager:
         Returns:
             False, with nothing changed but evictions, if it does not fit now.
         """
-        tokens = request.tokens()
-        match = Match([], None, None)
+        match = Match(None, None)
         if self.prefix is not None and not request.scores_prompt:
-            match = self.prefix.match(tokens, request.extra_keys)
-        attempts = (match, match._replace(pages=[], resume=None)) if match.resume is not None else (match,)
+            match = self.prefix.match(request.prefix_keys(self.page_tokens), request.num_tokens)
+        attempts = (match, match._replace(resume=None)) if match.resume is not None else (match,)
         for attempt in attempts:
-            if self._hold_match(attempt, len(tokens), reserved_token_pages):
-                self._fill_row(request, attempt, tokens)
+            if self._hold_match(attempt, request.num_tokens, reserved_token_pages):
+                self._fill_row(request, attempt)
                 return True
         return False
 
     def _hold_match(self, match: Match, num_tokens: int, reserved_token_pages: int) -> bool:
         """Shares what a match gives if the rest of the tokens can follow and a slot can be freed."""
         node = match.resume
+        missing = -(-num_tokens // self.page_tokens) - (node.depth if node is not None else 0)
+        if self.token_pool.num_reachable < missing + reserved_token_pages:
+            return False  # before thousands of pages are shared for nothing
         if node is not None:
-            self.token_pool.share(match.pages)
+            self.token_pool.share(node.pages)
             self.window_pool.share(node.window_pages)
             self.slot_pool.share((node.slot,))
-        missing = -(-num_tokens // self.page_tokens) - len(match.pages)
         fits = (
             self.token_pool.num_reachable >= missing + reserved_token_pages
             and self.window_pool.num_reachable >= 1
             and self._free_slot()
         )
         if not fits and node is not None:
-            self.token_pool.release(match.pages)
+            self.token_pool.release(node.pages)
             self.window_pool.release(node.window_pages)
             self.slot_pool.release((node.slot,))
         return fits
 
-    def _fill_row(self, request: Request, match: Match, tokens: NDArray[np.int32]) -> None:
+    def _fill_row(self, request: Request, match: Match) -> None:
         table, node = self.table, match.resume
         row = table.open(request)
         (slot,) = self.slot_pool.allocate(1)
@@ -118,7 +117,7 @@ class CacheManager:
         boundary = 0
         if node is not None:
             boundary = node.depth * self.page_tokens
-            table.tokens.set_span(row, 0, match.pages)
+            table.tokens.set_span(row, 0, list(node.pages))
             table.window_end[row] = boundary // self.window_rows
             table.window_start[row] = table.window_end[row] - len(node.window_pages)
             table.window.set_span(row, int(table.window_start[row]), list(node.window_pages))
@@ -126,12 +125,12 @@ class CacheManager:
             self.restores.append((node.slot, slot))
         table.computed[row] = boundary
         request.node = request.resumed_at = node
-        request.prefill_end = len(tokens)
+        request.prefill_end = request.num_tokens
         request.stops = []
         if self.prefix is not None:
-            self.prefix.count_lookup(tokens, request.extra_keys, node)
+            self.prefix.count_lookup(request.prefix_keys(self.page_tokens), request.num_tokens, node)
             known = match.known.depth * self.page_tokens if match.known is not None else 0
-            last = (len(tokens) - 1) // self.page_tokens * self.page_tokens
+            last = (request.num_tokens - 1) // self.page_tokens * self.page_tokens
             request.stops = sorted({stop for stop in (known, last) if stop > boundary})
 
     def _free_slot(self) -> bool:
@@ -196,10 +195,13 @@ class CacheManager:
             False, with nothing allocated, if they cannot be had for all of these rows.
         """
         table = self.table
-        positions = table.computed[rows]
-        self._expire_decode(rows, positions)
-        window_rows = rows[positions >= table.window_end[rows] * self.window_rows]
-        token_rows = rows[positions >= table.token_end[rows] * self.page_tokens]
+        due = rows[table.computed[rows] >= table.next_change[rows]]
+        if len(due) == 0:
+            return True
+        positions = table.computed[due]
+        self._expire_decode(due, positions)
+        window_rows = due[positions >= table.window_end[due] * self.window_rows]
+        token_rows = due[positions >= table.token_end[due] * self.page_tokens]
         if not self._make_room(self.window_pool, len(window_rows)):
             return False
         if not self._make_room(self.token_pool, len(token_rows)):
@@ -211,6 +213,9 @@ class CacheManager:
             if len(late):
                 pages.set_cells(late, ends[late], pool.allocate(len(late)))
                 ends[late] += 1
+        more = np.minimum(table.window_end[due] * self.window_rows, table.token_end[due] * self.page_tokens)
+        less = (table.window_start[due] + 1) * self.window_rows + self.window - 1
+        table.next_change[due] = np.minimum(more, less)
         return True
 
     def _expire_decode(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
@@ -248,22 +253,21 @@ class CacheManager:
         if node is not None and node.depth == depth and node.is_resume_point:
             return None
         old = request.moving if request.moving is not None and request.moving.can_move else None
-        if old is not None and self.slot_pool.num_free == 0:
-            prefix.forget_resume_point(old)
-            old = None
-        if not self._free_slot():
-            return None
-        (slot,) = self.slot_pool.allocate(1)
-        node = self._known_path(request, depth)  # again: what was given up may have taken a part of the path along
+        if old is None and self.slot_pool.num_free == 0:
+            if not prefix.free_slots(1):
+                return None
+            node = self._known_path(request, depth)  # what was given up may have taken a part of the path along
+        pages: list[int] = self.table.tokens.pages[row, :depth].tolist()
         first = node.depth if node is not None else 0
-        blocks = request.blocks(first, depth, self.page_tokens)
-        pages = self.table.tokens.pages[row, first:depth].tolist()
-        end = prefix.extend(node, blocks, pages, request.extra_keys)
-        prefix.make_resume_point(end, window_pages, slot)
-        if old is not None and old.is_resume_point:
-            prefix.forget_resume_point(old)
-        if blocks:
-            request.made.append(_ancestor(end, first + 1))
+        keys = request.prefix_keys(self.page_tokens)[first:depth]
+        end = prefix.extend(node, keys, pages[first:])
+        assert end is not None, "a boundary lies behind at least one page"
+        if old is not None:
+            prefix.forget_resume_point(old)  # only now: something lies behind it, so its pages stay
+        (slot,) = self.slot_pool.allocate(1)
+        prefix.make_resume_point(end, pages, window_pages, slot)
+        if keys:
+            request.made.append(end.ancestor(first + 1))
         request.node = end
         request.moving = None if boundary in request.stops else end
         return int(self.table.state_slots[row]), slot
@@ -285,7 +289,7 @@ class CacheManager:
         assert self.prefix is not None
         node = request.node if request.node is not None and request.node.is_attached else None
         start = node.depth if node is not None else 0
-        path = self.prefix.walk(node, request.blocks(start, depth, self.page_tokens), request.extra_keys)
+        path = self.prefix.walk(request.prefix_keys(self.page_tokens)[start:depth])
         for at in path:
             own = int(self.table.tokens.pages[request.row, at.depth - 1])
             if own != at.page:
@@ -316,7 +320,6 @@ class CacheManager:
             self.end_restores([restore])
         self.slot_pool.release((slot,))
         table.close(row)
-        self.num_closed += 1
 
     def usage(self) -> CacheUsage:
         """Pages and slots now."""
@@ -337,11 +340,3 @@ class CacheManager:
         if self.table.num_free == self.table.num_rows:
             for pool in (self.window_pool, self.token_pool, self.slot_pool):
                 assert pool.num_reachable == pool.size, f"a {pool.name} is held although nothing runs"
-
-
-def _ancestor(node: Node, depth: int) -> Node:
-    """The node of this depth on the way from the root."""
-    while node.depth > depth:
-        assert node.parent is not None
-        node = node.parent
-    return node

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from halocline.engine.batch import Batch
     from halocline.engine.config import EngineConfig
     from halocline.engine.graphs import GraphCapture
+    from halocline.engine.logprob_values import TokenLogprob
     from halocline.engine.results import FinishReason
     from halocline.engine.runner import Flight
     from halocline.engine.sampler import Sampler
@@ -129,7 +130,7 @@ class Engine:
         self.clock = clock
         self._flights: deque[Flight] = deque()
         self._updates: list[tuple[Request, RequestUpdate]] = []
-        self._stop_ids: set[int] = set()
+        self._special_ids = {-1}  # a token that failed, and all that end some request
         self._finished: dict[str, int] = {}
         self._num_masked = 0
         self._failures = 0
@@ -148,7 +149,7 @@ class Engine:
         """
         if self.scheduler.num_unfinished == 0:
             self._last_progress = self.clock()
-        self._stop_ids.update(request.stop_ids)
+        self._special_ids.update(request.stop_ids)
         self._num_masked += request.matcher is not None
         self.scheduler.add(request, leader=leader)
 
@@ -221,39 +222,39 @@ class Engine:
                 request.prompt_logprobs[start:] = scores.to_host().values()
         tokens: list[int] = flight.ids.tolist()
         logprobs = flight.logprobs.to_host() if flight.logprobs is not None else {}
-        stop_ids = self._stop_ids
+        decode, special_ids = Phase.DECODE, self._special_ids
         for index, (request, token_id) in enumerate(zip(flight.batch.sampled_requests, tokens, strict=True)):
-            if request.phase is Phase.FINISHED:
-                continue
-            if token_id < 0:
-                self._fail_bad_row(request)
-                continue
-            request.output_ids.append(token_id)
-            if request.phase is not Phase.DECODE or token_id in stop_ids or request.matcher is not None:
-                self._look_closer(request, token_id)
-            if not request.first_token_time:
-                request.first_token_time = self.clock()
-            if request.on_update is not None or index in logprobs:
-                scored = (logprobs[index],) if index in logprobs else ()
-                request.output_logprobs.extend(scored)
-                self._tell(request, RequestUpdate((token_id,), scored, request.finish_reason))
+            if request.phase is decode and not request.is_watched and token_id not in special_ids:
+                request.output_ids.append(token_id)
+            elif request.phase is not Phase.FINISHED:
+                self._take_token(request, token_id, logprobs.get(index))
         for chunk in flight.batch.chunks:
             request = chunk.request
             if not chunk.samples and chunk.end == request.prefill_end and request.phase is Phase.DRAINING:
                 self._finish(request, "length")  # it only wanted its prompt read, and this was the end of it
 
-    def _look_closer(self, request: Request, token_id: int) -> None:
-        """Ends a request whose last token ends it; queues a preempted one whose tokens are all known now."""
-        count = len(request.output_ids)
-        stops = token_id in request.stop_ids and count > request.admitted.params.min_tokens
+    def _take_token(self, request: Request, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Adds a token that may end the request, fail it, or has to be told to somebody."""
+        if token_id < 0:
+            self._fail_bad_row(request)
+            return
+        request.output_ids.append(token_id)
+        if not request.first_token_time:
+            request.first_token_time = self.clock()
+            request.is_watched = request.on_update is not None or request.matcher is not None
+        count, params = len(request.output_ids), request.admitted.params
+        stops = token_id in request.stop_ids and count > params.min_tokens
         if stops or (request.matcher is not None and not request.matcher.accept(token_id)):
             self._end(request, "stop")
         elif count >= request.admitted.max_tokens:
             self._end(request, "length")
-        elif request.phase is Phase.WAITING:
+        elif request.phase is Phase.WAITING:  # preempted with this token in flight
             request.num_pending -= 1
             if request.num_pending == 0:
                 self.scheduler.requeue(request)
+        scored = () if logprob is None else (logprob,)
+        request.output_logprobs.extend(scored)
+        self._tell(request, RequestUpdate((token_id,), scored, request.finish_reason))
 
     def _tell(self, request: Request, update: RequestUpdate) -> None:
         if request.on_update is not None:

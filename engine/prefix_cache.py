@@ -1,12 +1,12 @@
-"""Prefix cache: a tree over token ids in units of a token page, with points at which a request can resume.
+"""Prefix cache: a tree of token pages, with points at which a request can resume.
 
-A node stands for one full page of tokens and holds the token page with their compressed rows and index keys. That is
-not enough to go on from its end: a request also needs the window rows before that boundary and the compressor state
-there. A node that holds these too is a *resume point*. Every leaf is one, so no page in the tree is useless; a node
-that stops being one and has no children leaves the tree.
+A node stands for one full page of tokens behind its parent's and holds the token page with their compressed rows and
+index keys. That is not enough to go on from its end: a request also needs the window rows before that boundary and the
+compressor state there. A node that holds these too is a *resume point*. Every leaf is one, so no page in the tree is
+useless; a node that stops being one and has no children leaves the tree.
 
-Children are found by the bytes of their tokens, so two texts can never be taken for each other, and a look-up costs
-one hash of the prompt whatever else is stored. Prompts with other extra keys (a salt, an adapter) live in other trees.
+Nodes are found by the key of their boundary (`prefix_keys`). If a boundary is known, all boundaries before it are, so
+the deepest known one is found by bisection: a look-up costs a handful of probes, whatever else is stored.
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from halocline.engine.page_pool import PagePool
 
-__all__ = ["CacheCounters", "ExtraKeys", "Match", "Node", "PrefixCache"]
+__all__ = ["CacheCounters", "Match", "Node", "PrefixCache"]
 
 logger = logging.getLogger(__name__)
-
-ExtraKeys = tuple[tuple[str, str], ...]
-"""Pairs of kind and value, sorted; equal values of different kinds are different keys."""
 
 _SUSPICIOUS_REPEATS = 16
 _REMEMBERED_STARTS = 4096
@@ -38,29 +32,42 @@ class Node:
     """One full page of tokens behind its parent's.
 
     Attributes:
-        parent: None for the root of a tree and for a node that has left it.
-        key: Bytes of its int32 tokens.
-        page: Token page; -1 for a root.
-        depth: Pages from the root, this one included.
-        children: By the bytes of their tokens.
-        window_pages: Window pages that cover the window before the boundary, if this is a resume point.
-        slot: State slot with the compressor state at the boundary, if this is a resume point; else -1.
+        parent: None for the first page of a text.
+        key: Key of the boundary at its end.
+        page: Token page.
+        depth: Pages from the beginning, this one included.
+        num_children: Known pages right behind it.
+        is_attached: Whether it is in the tree.
+        window_pages: Of a resume point, the window pages before its boundary.
+        slot: Of a resume point, the state slot with the compressor state at its boundary; else -1.
+        pages: Of a resume point, all token pages up to its boundary.
         num_hits: Requests that resumed here.
-        extra_keys: Of a root, what its prompts share.
     """
 
-    __slots__ = ("children", "depth", "extra_keys", "key", "num_hits", "page", "parent", "slot", "window_pages")
+    __slots__ = (
+        "depth",
+        "is_attached",
+        "key",
+        "num_children",
+        "num_hits",
+        "page",
+        "pages",
+        "parent",
+        "slot",
+        "window_pages",
+    )
 
-    def __init__(self, parent: Node | None, key: bytes, page: int, depth: int, extra_keys: ExtraKeys = ()) -> None:
+    def __init__(self, parent: Node | None, key: bytes, page: int) -> None:
         self.parent = parent
         self.key = key
         self.page = page
-        self.depth = depth
-        self.children: dict[bytes, Node] = {}
+        self.depth: int = 1 if parent is None else parent.depth + 1
+        self.num_children = 0
+        self.is_attached = True
         self.window_pages: tuple[int, ...] = ()
         self.slot = -1
+        self.pages: tuple[int, ...] = ()
         self.num_hits = 0
-        self.extra_keys = extra_keys
 
     @property
     def is_resume_point(self) -> bool:
@@ -72,22 +79,23 @@ class Node:
         """Whether a request that made this resume point may give it up for a later one: nobody else used it."""
         return self.slot >= 0 and self.num_hits == 0
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether it is still in a tree (roots are)."""
-        return self.parent is not None or self.depth == 0
+    def ancestor(self, depth: int) -> Node:
+        """The node of this depth on the way from the beginning."""
+        node = self
+        while node.depth > depth:
+            assert node.parent is not None
+            node = node.parent
+        return node
 
 
 class Match(NamedTuple):
     """What the tree knows of a prompt.
 
     Attributes:
-        pages: Token pages of the prefix up to the resume point; empty when there is none.
         resume: Deepest resume point on the prompt's path, or None.
         known: Deepest node on the path; where it lies behind `resume`, earlier prompts shared these tokens too.
     """
 
-    pages: list[int]
     resume: Node | None
     known: Node | None
 
@@ -103,7 +111,7 @@ class CacheCounters:
         cached_tokens: Of these, tokens that did not have to be computed.
         inserts: Resume points stored.
         evictions: Resume points given up to make room.
-        evicted_pages: Token pages that left the tree with them.
+        evicted_pages: Token pages that became free with them.
     """
 
     lookups: int = 0
@@ -116,7 +124,7 @@ class CacheCounters:
 
 
 class PrefixCache:
-    """The trees, and the order in which resume points are given up: least recently used first, leaves before stems."""
+    """The tree, and the order in which resume points are given up: least recently used first, leaves before stems."""
 
     def __init__(self, token_pool: PagePool, window_pool: PagePool, slot_pool: PagePool, *, page_tokens: int) -> None:
         self.page_tokens = page_tokens
@@ -124,10 +132,10 @@ class PrefixCache:
         self._token_pool = token_pool
         self._window_pool = window_pool
         self._slot_pool = slot_pool
-        self._roots: dict[ExtraKeys, Node] = {}
+        self._nodes: dict[bytes, Node] = {}
         # Oldest use first. A use touches the node and then its ancestors, so none of these is older than a descendant.
         self._resume_points: OrderedDict[Node, None] = OrderedDict()
-        self._starts: OrderedDict[int, None] = OrderedDict()
+        self._starts: OrderedDict[bytes, None] = OrderedDict()
         self._repeats = 0
 
     @property
@@ -137,46 +145,43 @@ class PrefixCache:
 
     # ---- look-up ------------------------------------------------------------------------------------------------
 
-    def match(self, tokens: NDArray[np.int32], extra_keys: ExtraKeys = ()) -> Match:
+    def match(self, keys: Sequence[bytes], num_tokens: int) -> Match:
         """Finds how far a prompt is known. At least its last token is left to compute.
 
         The caller must share the pages and the slot before it does anything else with the cache.
 
         Args:
-            tokens: All tokens of the prompt.
-            extra_keys: What else must be equal.
+            keys: Keys of the prompt's boundaries.
+            num_tokens: Its length.
         """
-        size = 4 * self.page_tokens
-        end = (len(tokens) - 1) // self.page_tokens * size
-        node = self._roots.get(extra_keys)
-        if node is None or end == 0:
-            return Match([], None, None)
-        root, resume, pages = node, None, []
-        data = tokens[: end // 4].tobytes()
-        for start in range(0, end, size):
-            child = node.children.get(data[start : start + size])
-            if child is None:
-                break
-            node = child
-            pages.append(node.page)
-            if node.slot >= 0:
-                resume = node
-        del pages[resume.depth if resume is not None else 0 :]
-        return Match(pages, resume, node if node is not root else None)
+        nodes = self._nodes
+        low, high = 0, min(len(keys), (num_tokens - 1) // self.page_tokens)
+        while low < high:  # the first `low` boundaries are known, those behind `high` are not
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in nodes:
+                low = middle
+            else:
+                high = middle - 1
+        known = nodes[keys[low - 1]] if low else None
+        resume = known
+        while resume is not None and resume.slot < 0:
+            resume = resume.parent
+        return Match(resume, known)
 
-    def count_lookup(self, tokens: NDArray[np.int32], extra_keys: ExtraKeys, resume: Node | None) -> None:
+    def count_lookup(self, keys: Sequence[bytes], num_tokens: int, resume: Node | None) -> None:
         """Counts an admitted prompt, and warns once if repeated prompts never hit."""
         counters = self.counters
         counters.lookups += 1
-        counters.looked_up_tokens += len(tokens)
+        counters.looked_up_tokens += num_tokens
         if resume is not None:
             counters.hits += 1
             counters.cached_tokens += resume.depth * self.page_tokens
             resume.num_hits += 1
             self._touch(resume)
-        if counters.hits or len(tokens) <= self.page_tokens:
-            return
-        start = hash((extra_keys, tokens[: self.page_tokens].tobytes()))
+        elif not counters.hits and num_tokens > self.page_tokens:
+            self._notice_repeat(keys[0])
+
+    def _notice_repeat(self, start: bytes) -> None:
         if start not in self._starts:
             self._starts[start] = None
             if len(self._starts) > _REMEMBERED_STARTS:
@@ -188,51 +193,48 @@ class PrefixCache:
                 "the prefix cache has never hit although %d prompts began like an earlier one: "
                 "%d lookups, %d resume points stored, %d evicted; the cache is too small or something is wrong",
                 self._repeats,
-                counters.lookups,
-                counters.inserts,
-                counters.evictions,
+                self.counters.lookups,
+                self.counters.inserts,
+                self.counters.evictions,
             )
 
     # ---- insertion ----------------------------------------------------------------------------------------------
 
-    def walk(self, node: Node | None, blocks: Sequence[bytes], extra_keys: ExtraKeys = ()) -> list[Node]:
-        """Follows known pages from a node (None: the root), as far as they are in the tree."""
-        at = node if node is not None else self._roots.get(extra_keys)
+    def walk(self, keys: Sequence[bytes]) -> list[Node]:
+        """The nodes of consecutive boundaries, as far as they are known."""
         path: list[Node] = []
-        for block in blocks:
-            at = at.children.get(block) if at is not None else None
-            if at is None:
+        for key in keys:
+            node = self._nodes.get(key)
+            if node is None:
                 break
-            path.append(at)
+            path.append(node)
         return path
 
-    def extend(self, node: Node | None, blocks: Sequence[bytes], pages: Sequence[int], extra_keys: ExtraKeys) -> Node:
-        """Adds pages of a request behind a node (None: the root) and returns the last one, not yet a resume point."""
-        if node is None:
-            node = self._roots.get(extra_keys)
-        if node is None:
-            node = self._roots[extra_keys] = Node(None, b"", -1, 0, extra_keys)
+    def extend(self, node: Node | None, keys: Sequence[bytes], pages: Sequence[int]) -> Node | None:
+        """Adds pages of a request behind a node (None: the beginning); the last one must become a resume point."""
         self._token_pool.hold_for_cache(pages)
-        for block, page in zip(blocks, pages, strict=True):
-            assert block not in node.children, "a known page is inserted again"
-            child = Node(node, block, page, node.depth + 1)
-            node.children[block] = child
-            node = child
+        for key, page in zip(keys, pages, strict=True):
+            assert key not in self._nodes, "a known page is inserted again"
+            if node is not None:
+                node.num_children += 1
+            node = self._nodes[key] = Node(node, key, page)
         return node
 
-    def make_resume_point(self, node: Node, window_pages: Sequence[int], slot: int) -> None:
+    def make_resume_point(self, node: Node, pages: Sequence[int], window_pages: Sequence[int], slot: int) -> None:
         """Lets requests resume at a node.
 
         Args:
-            node: Any node but a root.
+            node: In the tree.
+            pages: Token pages of all nodes up to it.
             window_pages: Pages of the window before its boundary, shared with the request that computed them.
             slot: State slot that now belongs to the tree.
         """
+        assert node.is_attached, "a resume point is in the tree"
         assert not node.is_resume_point, "a resume point is made once"
         self._window_pool.hold_for_cache(window_pages)
         self._slot_pool.hold_for_cache((slot,))
         self._slot_pool.release((slot,))
-        node.window_pages, node.slot = tuple(window_pages), slot
+        node.pages, node.window_pages, node.slot = tuple(pages), tuple(window_pages), slot
         self._resume_points[node] = None
         self.counters.inserts += 1
         self._touch(node)
@@ -250,90 +252,60 @@ class PrefixCache:
     def free_token_pages(self, count: int) -> bool:
         """Evicts until `count` token pages are free. Evicts nothing if that cannot be reached."""
         pool = self._token_pool
-        if pool.num_reachable < count:
-            return False
-        while pool.num_free < count:
-            leaf = self._oldest(lambda node: not node.children and pool.owners(node.page) == 1)
-            if leaf is None:
-                return False
-            self._evict(leaf)
-        return True
+        return self._free(pool, count, lambda node: not node.num_children and pool.owners(node.page) == 1)
 
     def free_window_pages(self, count: int) -> bool:
         """Evicts until `count` window pages are free. Evicts nothing if that cannot be reached."""
         pool = self._window_pool
-        if pool.num_reachable < count:
-            return False
-        while pool.num_free < count:
-            node = self._oldest(lambda node: any(pool.owners(page) == 1 for page in node.window_pages))
-            if node is None:
-                return False
-            self._evict(node)
-        return True
+        return self._free(pool, count, lambda node: any(pool.owners(page) == 1 for page in node.window_pages))
 
     def free_slots(self, count: int) -> bool:
         """Evicts until `count` state slots are free. Evicts nothing if that cannot be reached."""
         pool = self._slot_pool
+        return self._free(pool, count, lambda node: pool.owners(node.slot) == 1)
+
+    def _free(self, pool: PagePool, count: int, helps: Callable[[Node], bool]) -> bool:
+        """Gives up the oldest resume points that help, one by one: each removes a node, so this ends."""
         if pool.num_reachable < count:
             return False
         while pool.num_free < count:
-            node = self._oldest(lambda node: pool.owners(node.slot) == 1)
-            if node is None:
+            victim = next((node for node in self._resume_points if helps(node)), None)
+            if victim is None:
                 return False
-            self._evict(node)
+            self.counters.evictions += 1
+            before = self._token_pool.num_free
+            self.forget_resume_point(victim)
+            self.counters.evicted_pages += self._token_pool.num_free - before
         return True
-
-    def _oldest(self, suits: Callable[[Node], bool]) -> Node | None:
-        return next((node for node in self._resume_points if suits(node)), None)
-
-    def _evict(self, node: Node) -> None:
-        self.counters.evictions += 1
-        before = self._token_pool.num_free
-        self.forget_resume_point(node)
-        self.counters.evicted_pages += self._token_pool.num_free - before
 
     def forget_resume_point(self, node: Node) -> None:
         """Makes a node an interior one; it and what only led to it leave the tree if nothing lies behind them."""
         del self._resume_points[node]
         self._window_pool.drop_from_cache(node.window_pages)
         self._slot_pool.drop_from_cache((node.slot,))
-        node.window_pages, node.slot = (), -1
-        self.prune(node)
-
-    def prune(self, node: Node) -> None:
-        """Removes a node and those before it while nothing lies behind them and nobody can resume there."""
-        at = node
-        while at.parent is not None and not at.children and not at.is_resume_point:
-            parent = at.parent
-            del parent.children[at.key]
+        node.window_pages, node.slot, node.pages = (), -1, ()
+        at: Node | None = node
+        while at is not None and not at.num_children and not at.is_resume_point:
+            del self._nodes[at.key]
             self._token_pool.drop_from_cache((at.page,))
-            at.parent = None
-            at = parent
-        if at.parent is None and not at.children:
-            self._roots.pop(at.extra_keys, None)
+            at.is_attached = False
+            at = at.parent
+            if at is not None:
+                at.num_children -= 1
 
     def discard(self, node: Node) -> None:
         """Removes a node and everything behind it, for rows that turned out bad."""
-        if node.parent is None:
+        if not node.is_attached:
             return
-        below = [node]
-        for at in below:
-            below.extend(at.children.values())
-        # Leaves are resume points; forgetting them from the deepest up removes the interior nodes with them, and
-        # stops at a node above that is needed otherwise.
-        for at in sorted(below, key=lambda at: -at.depth):
-            if at.is_resume_point:
-                self.forget_resume_point(at)
+        for point in list(self._resume_points):
+            if point.is_resume_point and point.depth >= node.depth and point.ancestor(node.depth) is node:
+                self.forget_resume_point(point)
 
     def clear(self) -> None:
         """Removes everything."""
         for node in list(self._resume_points):
-            if node.is_resume_point:
-                self.forget_resume_point(node)
+            self.forget_resume_point(node)
 
     def nodes(self) -> list[Node]:
-        """Every node but the roots, parents first; for tests and reports."""
-        found = [child for root in self._roots.values() for child in root.children.values()]
-        for node in found:
-            found.extend(node.children.values())
-        return found
+        """Every node; for tests and reports."""
+        return list(self._nodes.values())

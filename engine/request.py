@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from halocline.engine.prefix_keys import PrefixKeys
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 
     from halocline.engine.admission import AdmittedRequest
     from halocline.engine.logprob_values import TokenLogprob
-    from halocline.engine.prefix_cache import ExtraKeys, Node
+    from halocline.engine.prefix_cache import Node
+    from halocline.engine.prefix_keys import ExtraKeys
     from halocline.engine.results import FinishReason
     from halocline.engine.sampling_params import TokenMatcher
 
@@ -74,6 +77,7 @@ class Request:
         finish_reason: Why it ended.
         error: What failed, when it ended by an error or by its deadline.
         matcher: State of the token mask, past `output_ids`.
+        is_watched: Whether its next token needs more than to be kept: it is the first, or somebody is told of it.
         node: Deepest node of the prefix tree that is known to hold this request's tokens.
         moving: Resume point that follows the request as it grows.
         made: First node of each stretch that the request added to the tree.
@@ -118,6 +122,8 @@ class Request:
         self.error: str | None = None
         mask = admitted.params.token_mask
         self.matcher: TokenMatcher | None = mask.start() if mask is not None else None
+        self.is_watched = True
+        self._prefix_keys: PrefixKeys | None = None
         self.node: Node | None = None
         self.moving: Node | None = None
         self.made: list[Node] = []
@@ -149,12 +155,6 @@ class Request:
         wanted = self.admitted.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < len(self.prompt) - 1
 
-    def tokens(self) -> NDArray[np.int32]:
-        """All known tokens."""
-        if not self.output_ids:
-            return self.prompt
-        return np.concatenate((self.prompt, np.array(self.output_ids, dtype=np.int32)))
-
     def span(self, start: int, end: int) -> NDArray[np.int32]:
         """Known tokens at positions start to end - 1."""
         length = len(self.prompt)
@@ -163,8 +163,11 @@ class Request:
         tail = np.array(self.output_ids[max(start - length, 0) : end - length], dtype=np.int32)
         return tail if start >= length else np.concatenate((self.prompt[start:], tail))
 
-    def blocks(self, first: int, stop: int, page_tokens: int) -> list[bytes]:
-        """Keys of the token pages first to stop - 1."""
-        data = self.span(first * page_tokens, stop * page_tokens).tobytes()
-        size = 4 * page_tokens
-        return [data[start : start + size] for start in range(0, len(data), size)]
+    def prefix_keys(self, page_tokens: int) -> list[bytes]:
+        """Keys of all page boundaries of the known tokens; each is computed once."""
+        if self._prefix_keys is None:
+            self._prefix_keys = PrefixKeys(page_tokens, self.extra_keys)
+        done = self._prefix_keys.num_tokens
+        if self.num_tokens - done >= page_tokens:
+            self._prefix_keys.extend(self.span(done, self.num_tokens))
+        return self._prefix_keys.keys

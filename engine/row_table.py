@@ -82,6 +82,7 @@ class RowTable:
         window_start: First window column that is still held.
         window_end: First window column that is not there yet.
         token_end: First token column that is not there yet.
+        next_change: Position from which a decode step has to add or free a page of the row.
         window: Window pages.
         tokens: Token pages.
     """
@@ -96,6 +97,7 @@ class RowTable:
         self.window_start = _zeros(num_rows)
         self.window_end = _zeros(num_rows)
         self.token_end = _zeros(num_rows)
+        self.next_change = _zeros(num_rows)
         self.window = PageTable(num_rows, max_positions, geometry.window_page_rows)
         self.tokens = PageTable(num_rows, max_positions, geometry.page_tokens)
         self._free = list(range(num_rows - 1, -1, -1))
@@ -112,7 +114,7 @@ class RowTable:
         self.computed[row] = 0
         self.generated[row] = len(request.output_ids)
         self.max_tokens[row] = request.admitted.max_tokens
-        self.window_start[row] = self.window_end[row] = self.token_end[row] = 0
+        self.window_start[row] = self.window_end[row] = self.token_end[row] = self.next_change[row] = 0
         request.row = row
         return row
 

@@ -78,7 +78,6 @@ class Scheduler:
         self._decode_tuple: tuple[int, ...] = ()
         self._decode_changed = False
         self._deadlines: list[tuple[float, tuple[int, int], Request]] = []
-        self._blocked: tuple[Request, int, bool] | None = None
 
     # ---- arrival and end ----------------------------------------------------------------------------------------
 
@@ -286,9 +285,6 @@ class Scheduler:
         cache, request = self.cache, self._waiting.peek()
         if request is None or cache.table.num_free == 0:
             return None
-        attempt = (request, cache.num_closed, cache.window_pool.num_reachable > 0)
-        if self._blocked == attempt:  # looking up a long prompt again would find the same
-            return None
         promised = sum(
             -(-running.prefill_end // cache.page_tokens) - int(cache.table.token_end[running.row])
             for running in self._prefilling
@@ -296,10 +292,8 @@ class Scheduler:
         running = len(self._decoding) + len(self._prefilling)
         spare = min(running, cache.token_pool.size // 32)
         if not cache.open(request, reserved_token_pages=promised + spare):
-            self._blocked = attempt
             return None
         self._waiting.pop()
-        self._blocked = None
         request.phase = Phase.PREFILL
         if not request.start_time:
             request.start_time = now

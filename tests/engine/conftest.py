@@ -142,7 +142,9 @@ class Bench:
 
     def add(self, prompt: Sequence[int], *, leader: Request | None = None, **options: Any) -> Request:
         """Queues a request; options that a `Request` does not know are sampling parameters."""
-        own = {name: options.pop(name) for name in ("priority", "deadline", "extra_keys", "on_update") if name in options}
+        own = {
+            name: options.pop(name) for name in ("priority", "deadline", "extra_keys", "on_update") if name in options
+        }
         self.count += 1
         request = Request(f"r{self.count}", self.admit(prompt, **options), arrival_time=self.engine.clock(), **own)
         self.engine.add(request, leader=leader)
@@ -167,7 +169,9 @@ class Bench:
 def make_bench() -> Callable[..., Bench]:
     """Makes an engine; fields of `FakeModel` and of `EngineConfig` are given by name."""
 
-    def make(*, capture: Any = None, clock: Callable[[], float] | None = None, sampler: Any = None, **options: Any) -> Bench:
+    def make(
+        *, capture: Any = None, clock: Callable[[], float] | None = None, sampler: Any = None, **options: Any
+    ) -> Bench:
         names = FakeModel.__dataclass_fields__
         model = FakeModel(**{name: options.pop(name) for name in list(options) if name in names})
         defaults = {

@@ -95,7 +95,7 @@ class Stress:
         free_rows = [row for row in range(cache.table.num_rows) if row not in rows]
         assert (cache.table.window.pages[free_rows] == -1).all()
         assert (cache.table.tokens.pages[free_rows] == -1).all()
-        assert all(node.children or node.is_resume_point for node in nodes), "a leaf is no resume point"
+        assert all(node.num_children or node.is_resume_point for node in nodes), "a leaf is no resume point"
 
 
 @pytest.mark.parametrize(("seed", "overlap"), [(1, True), (2, False)])
