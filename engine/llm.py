@@ -37,7 +37,8 @@ class LLM:
             print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].text)
             print(llm.chat([{"role": "user", "content": "2+2?"}]).outputs[0].content)
 
-    Requests are checked before anything is submitted; of several prompts, none runs if one is refused.
+    Requests are checked before anything is submitted; of several prompts, none runs if one is refused. Keep the object
+    while streams of it are read: its engine ends with it.
     """
 
     def __init__(self, model: str | Path | LoadedModel, **options: Any) -> None:
@@ -58,6 +59,7 @@ class LLM:
         else:
             self._loaded = prepare_model(LoadOptions(model=Path(model), **options)).load()
         self._thread = EngineThread(self._loaded.engine)
+        weakref.finalize(self, self._thread.close)  # also at exit, so that no step runs while Python shuts down
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopMailbox]
         self._mailboxes = weakref.WeakKeyDictionary()
 

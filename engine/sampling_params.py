@@ -152,9 +152,13 @@ class SamplingParams:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def for_choice(self, index: int) -> SamplingParams:
-        """The parameters of output `index` of `n`, as a request of its own. The seed must be set."""
+        """The parameters of output `index` of `n`, as a request of its own. The seed must be set.
+
+        The prompt is the same for all, so the first one alone scores it.
+        """
         assert self.seed is not None, "a request gets its seed when it is admitted"
-        return replace(self, n=1, seed=choice_seed(self.seed, index))
+        prompt_logprobs = self.prompt_logprobs if index == 0 else None
+        return replace(self, n=1, seed=choice_seed(self.seed, index), prompt_logprobs=prompt_logprobs)
 
 
 def choice_seed(seed: int, index: int) -> int:

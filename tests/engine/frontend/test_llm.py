@@ -178,6 +178,14 @@ def test_each_of_n_is_the_request_with_its_own_seed(llm):
         assert output.token_ids == alone.token_ids
 
 
+def test_the_prompt_of_n_outputs_is_scored_once_and_cached_for_the_others(llm):
+    prompt = [0, *(20 + (7 * i) % 400 for i in range(300))]
+    before = llm._loaded.engine.stats().prefill_tokens
+    result = llm.generate([prompt], SamplingParams(seed=5, max_tokens=2, n=3, prompt_logprobs=0))[0]
+    assert [entry.token_id for entry in result.prompt_logprobs] == prompt[1:]
+    assert llm._loaded.engine.stats().prefill_tokens - before < 301 + 2 * 64
+
+
 def test_a_seed_chosen_here_is_reported_and_repeats(llm):
     first = llm.generate([[0, 95]], SamplingParams(max_tokens=6))[0]
     again = llm.generate([[0, 95]], SamplingParams(max_tokens=6, seed=first.seed))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 
@@ -43,6 +44,15 @@ def test_preparing_reads_no_weights_and_knows_the_limits(load_tiny, tiny_folder)
 def test_a_loaded_model_takes_no_further_options(load_tiny):
     with load_tiny(max_requests=1) as llm, pytest.raises(TypeError, match="recipe come too late"):
         LLM(llm._loaded, recipe="float32")
+
+
+def test_the_engine_ends_with_the_object(load_tiny):
+    llm = load_tiny(max_requests=1)
+    thread = llm._thread
+    assert thread.is_alive
+    del llm
+    gc.collect()
+    assert not thread.is_alive
 
 
 def test_off_a_terminal_work_is_two_lines(caplog):
