@@ -22,7 +22,7 @@ def explain(
     device: Annotated[str | None, typer.Option(help="A recorded device; this machine's when left out.")] = None,
     tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
     a2a: Annotated[str, typer.Option(help="How tokens reach the ranks that hold their experts.")] = "none",
-    numerics: Annotated[str | None, typer.Option(help="Recipe: float32, recipe or served.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Numbers: float32, recipe or served.")] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be given several times.")] = None,
     kernel: Annotated[list[str] | None, typer.Option(help="An override, as in OP=KERNEL.")] = None,
     packages: Annotated[str | None, typer.Option(help="Installed packages: recorded, local or none.")] = None,
@@ -42,7 +42,7 @@ def explain(
         device=device,
         tp_size=tp,
         a2a=a2a,
-        numerics=numerics,
+        recipe_name=recipe,
         packages=packages,  # type: ignore[arg-type]
         kernels=kernel or (),
         ops=op or (),

@@ -29,7 +29,7 @@ def explain(
     device: str | None = None,
     tp_size: int = 1,
     a2a: str = "none",
-    numerics: str | None = None,
+    recipe_name: str | None = None,
     packages: Packages | None = None,
     kernels: Sequence[str] = (),
     ops: Sequence[str] = (),
@@ -41,14 +41,14 @@ def explain(
         device: A recorded device (`gfx950`, `mi355x`); this machine's when left out.
         tp_size: Ranks that share the heads.
         a2a: How tokens reach the ranks that hold their experts.
-        numerics: Recipe: `float32`, `recipe` or `served`; `served` on a GPU and `recipe` on a CPU when left out.
+        recipe_name: Numeric recipe; `served` on a GPU and `recipe` on a CPU when left out.
         packages: Where to look for packages: `recorded`, `local` or `none`.
         kernels: Overrides, as given to `--kernel`.
         ops: Ops to limit the answer to.
     """
     config = find_config(model)
     return explain_requests(
-        describe_model(config, tp_size=tp_size, a2a=a2a, numerics=numerics),
+        describe_model(config, tp_size=tp_size, a2a=a2a, recipe_name=recipe_name),
         model=model,
         device=device,
         packages=packages,
@@ -77,14 +77,14 @@ def find_config(model: str) -> DeepseekV4Config:
 
 
 def describe_model(
-    config: DeepseekV4Config, *, tp_size: int = 1, a2a: str = "none", numerics: str | None = None
+    config: DeepseekV4Config, *, tp_size: int = 1, a2a: str = "none", recipe_name: str | None = None
 ) -> Describe:
     """The requests of a configuration, once a device and a prefill layout are known."""
 
     def describe(device: Device, layout: PrefillLayout) -> list[KernelRequest]:
         return FAMILIES["deepseek_v4"].kernel_requests(
             config,
-            recipe(numerics or ("served" if device.is_gpu else "recipe")),
+            recipe(recipe_name or ("served" if device.is_gpu else "recipe")),
             tp_size=tp_size,
             a2a=a2a,
             prefill_layout=layout,
