@@ -41,5 +41,8 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "halocline.cli.doctor:doctor", "Check device, torch, packages and folders of this machine."),
     Command("explain", "halocline.cli.explain:explain", "Show which kernel serves each op, and why not the others."),
     Command("kernels", "halocline.cli.kernels:app", "List the kernels, or what serves each op on each device."),
+    Command("compare", "halocline.cli.compare:compare", "Compare two kernels of an op on its test inputs."),
+    Command("record", "halocline.cli.record_replay:record", "Write inputs and outputs of ops of a run to files."),
+    Command("replay", "halocline.cli.record_replay:replay", "Run recorded calls on a kernel of this machine."),
     Command("env", "halocline.cli.env:env", "List the settings, and where each value comes from."),
 )

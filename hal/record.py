@@ -24,7 +24,7 @@ from halocline.hal.tensor_file import read_tensors, write_tensors
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Call", "Recorder", "dtype_of", "load_call", "replay", "save_call"]
+__all__ = ["Call", "Recorder", "dtype_of", "load_call", "recorded_op", "replay", "save_call"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,16 +74,8 @@ def load_call(path: Path, prepare: Callable[[str, Mapping[str, Any]], Any], *, d
         InputError: If it is no record of a call.
     """
     stored, metadata = read_tensors(path)
-    if metadata.get("halocline_call") != _FORMAT:
-        raise InputError(
-            lines(
-                f"{path} is no record of a call",
-                expected=f"a file of `halocline record`, format {_FORMAT}",
-                found=f"metadata {', '.join(metadata) or 'none'}",
-            )
-        )
+    about = json.loads(_about(path, metadata))
     tensors = {name: tensor.to(device) for name, tensor in stored.items()}
-    about = json.loads(metadata["call"])
     return Call(
         op=about["op"],
         kernel=about["kernel"],
@@ -94,6 +86,27 @@ def load_call(path: Path, prepare: Callable[[str, Mapping[str, Any]], Any], *, d
             name.removeprefix("outputs."): tensor for name, tensor in tensors.items() if name.startswith("outputs.")
         },
     )
+
+
+def recorded_op(path: Path) -> str:
+    """Name of the op whose call a file holds.
+
+    Raises:
+        InputError: If it is no record of a call.
+    """
+    return str(json.loads(_about(path, read_tensors(path)[1]))["op"])
+
+
+def _about(path: Path, metadata: Mapping[str, str]) -> str:
+    if metadata.get("halocline_call") != _FORMAT:
+        raise InputError(
+            lines(
+                f"{path} is no record of a call",
+                expected=f"a file of `halocline record`, format {_FORMAT}",
+                found=f"metadata {', '.join(metadata) or 'none'}",
+            )
+        )
+    return metadata["call"]
 
 
 def dtype_of(arguments: Mapping[str, Any]) -> str:
