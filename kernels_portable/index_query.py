@@ -94,7 +94,7 @@ def prepare_index_query(
         stored = out.view(torch.uint8) if rounding == "fp8_row" else out
         _index_query_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
             q_THI, weights_TH, positions_T, cos_sin_PR, stored, weights, q_THI.stride(0), weights_TH.stride(0),
-            num_heads, width**-0.5 * num_heads**-0.5, ROUNDING=rounding, FNUZ=fp8_dialect == "fnuz", ROPE=cos_sin_PR.shape[1], WIDTH=width,
-            HEADS=_HEADS, num_warps=4,
+            num_heads, width**-0.5 * num_heads**-0.5, ROUNDING=rounding, FNUZ=fp8_dialect == "fnuz",
+            ROPE=cos_sin_PR.shape[1], WIDTH=width, HEADS=_HEADS, num_warps=4,
         )  # fmt: skip
     return out, weights

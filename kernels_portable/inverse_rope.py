@@ -1,0 +1,91 @@
+"""Rotation of attention outputs back to position 0, with or without rounding to E4M3. T tokens, H heads, D lanes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halocline.kernels_portable.number_codes import power_of_two
+from halocline.kernels_portable.quantize_activation import GROUP, group_codes
+from halocline.kernels_portable.rotary import rotate_pairs
+
+__all__ = ["rotate_back", "rotate_back_and_quantize"]
+
+_HEADS = 4  # heads of a program
+
+
+@triton.jit
+def _rotate_back_kernel(
+    x_ptr, positions_ptr, table_ptr, out_ptr, scales_ptr, x_stride, num_heads, WIDTH: tl.constexpr, ROPE: tl.constexpr,
+    CODES: tl.constexpr, FNUZ: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    lanes = tl.arange(0, LANES)
+    inside = (heads < num_heads)[:, None] & (lanes < WIDTH)[None, :]
+    offsets = heads[:, None] * WIDTH + lanes[None, :]
+    x = tl.load(x_ptr + token * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
+    positions = tl.zeros((HEADS,), tl.int32) + tl.maximum(tl.load(positions_ptr + token), 0)
+    x = rotate_pairs(x, positions, table_ptr, WIDTH - ROPE, ROPE, True, HEADS, LANES).to(x_ptr.dtype.element_ty)
+    out = out_ptr + token * num_heads * WIDTH + offsets
+    if CODES:
+        GROUPS: tl.constexpr = LANES // 128
+        codes, exponent = group_codes(tl.reshape(x.to(tl.float32), (HEADS, GROUPS, 128)), FNUZ)
+        tl.store(out, tl.reshape(codes, (HEADS, LANES)), mask=inside)
+        scale = tl.reshape(power_of_two(exponent + (1 if FNUZ else 0)), (HEADS, GROUPS))
+        group = tl.arange(0, GROUPS)[None, :]
+        place = (token * num_heads + heads)[:, None] * (WIDTH // 128) + group
+        tl.store(scales_ptr + place, scale, mask=(heads < num_heads)[:, None] & (group < WIDTH // 128))
+    else:
+        tl.store(out, x, mask=inside)
+
+
+def _launch(
+    x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, out: Tensor, scales: Tensor, *, codes: bool, fnuz: bool
+) -> None:
+    num_tokens, num_heads, width = x_THD.shape
+    x_THD = x_THD if x_THD.stride()[1:] == (width, 1) else x_THD.contiguous()
+    if num_tokens:
+        _rotate_back_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
+            x_THD, positions_T, cos_sin_PR, out, scales, x_THD.stride(0), num_heads, WIDTH=width,
+            ROPE=cos_sin_PR.shape[1], CODES=codes, FNUZ=fnuz, HEADS=_HEADS,
+            LANES=max(128, triton.next_power_of_2(width)), num_warps=4,
+        )  # fmt: skip
+
+
+def rotate_back(x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor) -> Tensor:
+    """Rotates the last lanes of each head back by the token's position.
+
+    Args:
+        x_THD: (tokens, heads, lanes) bfloat16 or float32, heads and lanes contiguous.
+        positions_T: int32 positions; padding counts as position 0.
+        cos_sin_PR: (positions, rotary lanes) float32 table.
+
+    Returns:
+        Contiguous, shape and element type of `x_THD`.
+    """
+    out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    _launch(x_THD, positions_T, cos_sin_PR, out, out, codes=False, fnuz=False)
+    return out
+
+
+def rotate_back_and_quantize(
+    x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, fp8_dialect: Literal["ocp", "fnuz"]
+) -> tuple[Tensor, Tensor]:
+    """Rotates back, rounds to the type of `x_THD`, then to E4M3 in groups of 128 lanes.
+
+    Returns:
+        float8 codes (tokens, heads * lanes) and float32 scales (tokens, heads * lanes / 128).
+    """
+    num_tokens, num_heads, width = x_THD.shape
+    if width % GROUP:
+        raise ValueError(f"heads of {width} lanes: groups of {GROUP} lanes would straddle them")
+    kind = torch.float8_e4m3fnuz if fp8_dialect == "fnuz" else torch.float8_e4m3fn
+    codes = torch.empty((num_tokens, num_heads * width), dtype=kind, device=x_THD.device)
+    scales = torch.empty((num_tokens, num_heads * width // GROUP), dtype=torch.float32, device=x_THD.device)
+    _launch(x_THD, positions_T, cos_sin_PR, codes.view(torch.uint8), scales, codes=True, fnuz=fp8_dialect == "fnuz")
+    return codes, scales

@@ -1,0 +1,81 @@
+"""Rounding of activations to E4M3 in groups of 128 lanes with power-of-two scales. T rows, K lanes, G groups."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from halocline.kernels_portable.number_codes import decode_e4m3, encode_e4m3, power_of_two, scale_exponent
+
+__all__ = ["GROUP", "group_codes", "quantize_activation", "round_activation"]
+
+GROUP = 128
+_GROUPS = 8  # groups of a program
+
+
+@triton.jit
+def group_codes(grouped, FNUZ: tl.constexpr):
+    """uint8 E4M3 codes of a float32 (..., groups, lanes) tile, and the int32 exponents of their OCP scales."""
+    axis: tl.constexpr = len(grouped.shape) - 1
+    amax = tl.max(tl.abs(grouped), axis=axis, keep_dims=True)
+    exponent = scale_exponent(tl.maximum(amax, 1e-4), 0x43E00000)
+    return encode_e4m3(grouped * power_of_two(-exponent), FNUZ), exponent
+
+
+@triton.jit
+def _quantize_activation_kernel(
+    x_ptr, out_ptr, scales_ptr, x_stride, WIDTH: tl.constexpr, CODES: tl.constexpr, FNUZ: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    lanes = groups * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + row * x_stride + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
+    codes, exponent = group_codes(x, FNUZ)
+    if CODES:
+        tl.store(out_ptr + row * WIDTH + lanes, codes, mask=lanes < WIDTH)
+        scale = power_of_two(exponent + (1 if FNUZ else 0))
+        num_groups: tl.constexpr = (WIDTH + 127) // 128
+        tl.store(scales_ptr + row * num_groups + groups, scale, mask=groups < num_groups)
+    else:
+        rounded = decode_e4m3(codes, False) * power_of_two(exponent)
+        tl.store(out_ptr + row * WIDTH + lanes, rounded.to(out_ptr.dtype.element_ty), mask=lanes < WIDTH)
+
+
+def _launch(x: Tensor, out: Tensor, scales: Tensor, *, codes: bool, fnuz: bool) -> None:
+    width = x.shape[1]
+    if x.shape[0]:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        groups = min(_GROUPS, triton.next_power_of_2(triton.cdiv(width, GROUP)))
+        _quantize_activation_kernel[(x.shape[0], triton.cdiv(width, GROUP * groups))](
+            x, out, scales, x.stride(0), WIDTH=width, CODES=codes, FNUZ=fnuz, GROUPS=groups, num_warps=4
+        )
+
+
+def quantize_activation(x_TK: Tensor, *, fp8_dialect: Literal["ocp", "fnuz"]) -> tuple[Tensor, Tensor]:
+    """Rounds rows to E4M3.
+
+    Args:
+        x_TK: (rows, lanes) bfloat16 or float32; a short last group is a group of its own.
+        fp8_dialect: Of the codes. Both dialects stand for the same numbers.
+
+    Returns:
+        float8 codes (rows, lanes) and float32 scales (rows, groups).
+    """
+    fnuz = fp8_dialect == "fnuz"
+    kind = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    codes = torch.empty(x_TK.shape, dtype=kind, device=x_TK.device)
+    scales = torch.empty((x_TK.shape[0], triton.cdiv(x_TK.shape[1], GROUP)), dtype=torch.float32, device=x_TK.device)
+    _launch(x_TK, codes.view(torch.uint8), scales, codes=True, fnuz=fnuz)
+    return codes, scales
+
+
+def round_activation(x_TK: Tensor) -> Tensor:
+    """Rounds rows to E4M3 and back to their own type, in which the rounded values are exact; see above."""
+    out = torch.empty(x_TK.shape, dtype=x_TK.dtype, device=x_TK.device)
+    _launch(x_TK, out, out, codes=False, fnuz=False)
+    return out
