@@ -79,7 +79,8 @@ class Comparison:
 
     Attributes:
         folder: Where inputs of divergences are written.
-        step: Step of the run; the engine counts it up.
+        step: Step of the run.
+        active: Whether calls are compared; otherwise the first kernel runs alone.
         worst: By op and layer, the compared call with the largest difference.
         diverged: Calls out of tolerance, in order, up to a limit.
         num_calls: Calls compared so far.
@@ -88,6 +89,7 @@ class Comparison:
     def __init__(self, folder: Path, *, capturing: Callable[[], bool] = is_capturing, limit: int = 1000) -> None:
         self.folder = folder
         self.step = 0
+        self.active = True
         self.worst: dict[tuple[str, int | None], Compared] = {}
         self.diverged: list[Compared] = []
         self.num_calls = 0
@@ -123,6 +125,8 @@ class Comparison:
             if self._capturing():
                 raise _in_capture(op.name, first.name, second.name)
             arguments = bind_arguments(op, args, kwargs)
+            if not self.active:
+                return first.run(**_for_kernel(arguments, 0))
             return self._run(op, layer, first, second, arguments, read_rows)
 
         compared.__halocline_compared__ = True  # type: ignore[attr-defined]

@@ -165,7 +165,8 @@ class Recorder:
     Attributes:
         folder: Where files go.
         ops: Names or patterns of ops.
-        step: Step of the run; the engine counts it up.
+        step: Step of the run.
+        active: Whether calls are written.
         limit: Most calls that are written for one op and layer.
     """
 
@@ -173,6 +174,7 @@ class Recorder:
         self.folder = folder
         self.ops = tuple(ops)
         self.step = 0
+        self.active = True
         self.limit = limit
         self._written: dict[tuple[str, int | None], int] = {}
 
@@ -201,7 +203,7 @@ class Recorder:
             arguments = bind_arguments(op, args, kwargs)
             plain = {n: v.forms[0] if isinstance(v, Prepared) else v for n, v in arguments.items()}
             count = self._written.get((op.name, layer), 0)
-            if count >= self.limit:
+            if not self.active or count >= self.limit:
                 return kernel(**plain)
             before = {n: clone(v) if n in op.mutates else v for n, v in arguments.items()}
             result = kernel(**plain)

@@ -1,6 +1,7 @@
 """What looks at a run from beside it: a comparison, a recording, or both, and the step they are in.
 
-A step is what one attention plan serves, so that nobody above has to count: the plan's kernel is wrapped.
+A step is what one attention plan serves, so that nobody above has to count: the plan's kernel is wrapped. Steps that
+hold nothing but padding (warm-up) are neither counted nor watched.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halocline.hal.compare import Comparison
 from halocline.hal.record import Recorder
+
+if TYPE_CHECKING:
+    from halocline.hal.ops.attention import AttentionPlan
+    from halocline.hal.ops.batch import BatchMetadata
 
 __all__ = ["PLAN", "Watch", "watch_for"]
 
@@ -25,22 +30,23 @@ class Watch:
     Attributes:
         comparison: Takes differences of compared ops, or None.
         recorder: Writes calls, or None.
-        step: Plans made so far, from 0 for the first one.
+        step: Steps so far, from 0 for the first one; -1 before.
     """
 
     comparison: Comparison | None = None
     recorder: Recorder | None = None
     step: int = -1
 
-    def counting(self, plan: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(self, plan: Callable[..., AttentionPlan]) -> Callable[..., AttentionPlan]:
         """Wraps the planning kernel so that each plan begins a step."""
 
-        def planning(*args: Any, **kwargs: Any) -> Any:
-            self.step += 1
+        def planning(batch: BatchMetadata, *args: Any, **kwargs: Any) -> AttentionPlan:
+            real = bool((batch.positions_T >= 0).any())
+            self.step += real
             for observer in (self.comparison, self.recorder):
                 if observer is not None:
-                    observer.step = self.step
-            return plan(*args, **kwargs)
+                    observer.step, observer.active = self.step, real
+            return plan(batch, *args, **kwargs)
 
         return planning
 
