@@ -19,6 +19,7 @@ from halocline.engine.admission import admit
 from halocline.engine.config import EngineConfig
 from halocline.engine.debug_tags import CacheTags
 from halocline.engine.engine import Engine
+from halocline.engine.memory_plan import MemoryPlan, plan_memory
 from halocline.engine.request import Request
 from halocline.engine.sampling_params import SamplingParams
 from halocline.hal.formats import RowFormat, cache_layout
@@ -166,12 +167,21 @@ class Bench:
 
 
 @pytest.fixture
-def make_bench() -> Callable[..., Bench]:
-    """Makes an engine; fields of `FakeModel` and of `EngineConfig` are given by name."""
+def make_bench(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Bench]:
+    """Makes an engine; fields of `FakeModel` and of `EngineConfig` are given by name, sizes of pools as `pools`."""
 
     def make(
-        *, capture: Any = None, clock: Callable[[], float] | None = None, sampler: Any = None, **options: Any
+        *,
+        capture: Any = None,
+        clock: Callable[[], float] | None = None,
+        sampler: Any = None,
+        pools: dict[str, int] | None = None,
+        **options: Any,
     ) -> Bench:
+        def plan(*args: Any, **sizes: Any) -> MemoryPlan:
+            return replace(plan_memory(*args, **sizes), **(pools or {}))
+
+        monkeypatch.setattr("halocline.engine.engine.plan_memory", plan)
         names = FakeModel.__dataclass_fields__
         model = FakeModel(**{name: options.pop(name) for name in list(options) if name in names})
         defaults = {
