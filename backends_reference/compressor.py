@@ -72,7 +72,8 @@ def _pooled_rows(
     """Softmax over the rows of each closing block (two blocks, in halves, for ratio 4), lane by lane: (N, D)."""
     ratio, overlaps = state.ratio, state.ratio == 4
     span = 2 * ratio if overlaps else ratio
-    positions_NS = plan.batch.positions_T.long()[closing_N][:, None] + torch.arange(1 - span, 1, device=closing_N.device)
+    back_S = torch.arange(1 - span, 1, device=closing_N.device)
+    positions_NS = plan.batch.positions_T.long()[closing_N][:, None] + back_S
     values_NSC, scores_NSC = _rows_at(plan, values_TC, scores_TC, state, closing_N, positions_NS)
     scores_NSC = scores_NSC.masked_fill((positions_NS < 0)[..., None], -torch.inf)
     if overlaps:

@@ -82,12 +82,14 @@ def describe_model(
     """The requests of a configuration, once a device and a prefill layout are known."""
 
     def describe(device: Device, layout: PrefillLayout) -> list[KernelRequest]:
-        return FAMILIES["deepseek_v4"].kernel_requests(
-            config,
-            recipe(recipe_name or ("served" if device.is_gpu else "recipe")),
-            tp_size=tp_size,
-            a2a=a2a,
-            prefill_layout=layout,
+        return list(
+            FAMILIES["deepseek_v4"].kernel_requests(
+                config,
+                recipe(recipe_name or ("served" if device.is_gpu else "recipe")),
+                tp_size=tp_size,
+                a2a=a2a,
+                prefill_layout=layout,
+            )
         )
 
     return describe

@@ -98,9 +98,7 @@ def logits(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, *, first_
 
 
 @op("indexer")
-def select(
-    plan: AttentionPlan, logits_TS: Tensor, *, first_token: int, num_kept: int, page_rows: int
-) -> RowSelection:
+def select(plan: AttentionPlan, logits_TS: Tensor, *, first_token: int, num_kept: int, page_rows: int) -> RowSelection:
     """Keeps the entries with the highest scores and maps them to cache slots through the page table.
 
     Args:

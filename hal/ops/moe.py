@@ -112,9 +112,7 @@ def swiglu(gate_up_TI2: Tensor, *, limit: float) -> Tensor:
 
 
 @op("moe")
-def prepare_experts(
-    gate_up: Weight, down: Weight, *, activation: Literal["none", "fp8_group128"]
-) -> PreparedExperts:
+def prepare_experts(gate_up: Weight, down: Weight, *, activation: Literal["none", "fp8_group128"]) -> PreparedExperts:
     """Converts the experts of a layer once, at load, for `experts`.
 
     Args:

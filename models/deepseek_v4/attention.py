@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from halocline.hal.formats import Recipe
     from halocline.hal.ops import Ops
     from halocline.hal.ops.attention import AttentionPlan, RowSelection
+    from halocline.hal.ops.gemm import PreparedWeight
     from halocline.hal.ops.rope import RopeTable
     from halocline.models.deepseek_v4.cache import LayerCache
     from halocline.models.deepseek_v4.config import DeepseekV4Config
@@ -40,7 +41,7 @@ class Attention:
         self.num_groups, self.eps = config.o_groups, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
-        def linear(name: str) -> object:
+        def linear(name: str) -> PreparedWeight:
             return ops.gemm.prepare_linear(weights.matrix(name), activation=recipe.activation)
 
         self.wq_a, self.wq_b, self.wkv, self.wo_b = linear("wq_a"), linear("wq_b"), linear("wkv"), linear("wo_b")
@@ -73,9 +74,7 @@ class Attention:
         z_TG = attention.output(plan, out_THd, self.rope, self.wo_a, num_groups=self.num_groups)
         return gemm.linear(z_TG, self.wo_b)
 
-    def _compress(
-        self, x_TD: Tensor, q_lora_TQ: Tensor, plan: AttentionPlan, cache: LayerCache
-    ) -> RowSelection | None:
+    def _compress(self, x_TD: Tensor, q_lora_TQ: Tensor, plan: AttentionPlan, cache: LayerCache) -> RowSelection | None:
         """Advances the compressors, then says which compressed rows each token sees."""
         if self.compressor is None:
             return None

@@ -63,9 +63,7 @@ def _layouts(config: DeepseekV4Config, recipe: Recipe, ratio: int, page_rows: in
     layouts = [cache_layout("latent", recipe.latent, width=config.head_dim, rope_width=rope, page_rows=page_rows)]
     if ratio == 4:
         width = config.index_head_dim
-        layouts.append(
-            cache_layout("index_key", recipe.index_key, width=width, rope_width=rope, page_rows=page_rows)
-        )
+        layouts.append(cache_layout("index_key", recipe.index_key, width=width, rope_width=rope, page_rows=page_rows))
     return layouts
 
 
@@ -173,9 +171,7 @@ def allocate_cache(
         entry = LayerCache(window=pages(plan.window_layouts[layer], num_window_pages))
         if ratio:
             states = [
-                ops.compressor.allocate_state(
-                    num_state_slots, lanes, ratio=ratio, extra_rows=extra_rows, device=device
-                )
+                ops.compressor.allocate_state(num_state_slots, lanes, ratio=ratio, extra_rows=extra_rows, device=device)
                 for lanes in _state_lanes(config, ratio)
             ]
             entry.compressed, entry.state = pages(next(token_layouts), num_token_pages), states[0]

@@ -112,6 +112,4 @@ class Indexer:
     ) -> RowSelection:
         part = IndexQuery(query.q_THI[start:stop], query.weights_TH[start:stop])
         logits_TS = self.ops.indexer.logits(plan, part, keys, first_token=start)
-        return self.ops.indexer.select(
-            plan, logits_TS, first_token=start, num_kept=self.num_kept, page_rows=page_rows
-        )
+        return self.ops.indexer.select(plan, logits_TS, first_token=start, num_kept=self.num_kept, page_rows=page_rows)
