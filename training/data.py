@@ -41,7 +41,7 @@ class Encoder:
 def token_kinds(ids: Sequence[int]) -> NDArray[np.uint16]:
     """Mark the tokens that a model has to produce.
 
-    A reply begins after `<｜Assistant｜>` and the think token that belongs to the prompt, and ends
+    A reply begins after the assistant's control token and the think token that belongs to the prompt, and ends
     with the end token, which it includes. Earlier replies of the same conversation count too.
     """
     array = np.asarray(ids)

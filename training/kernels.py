@@ -169,11 +169,13 @@ def _experts(x_TD: Tensor, routing: Routing, weights: PreparedExperts, *, limit:
     u_TEI = (swiglu_reference(gate_up_TE2I, limit=limit) * shares_TE[..., None]).to(x_TD.dtype).float()
     if weights.rounds_input:
         u_TEI = round_activation(u_TEI)
-    return (u_TEI.flatten(1) @ weights.down_EDI.permute(0, 2, 1).flatten(0, 1)).to(x_TD.dtype)
+    down_TD: Tensor = u_TEI.flatten(1) @ weights.down_EDI.permute(0, 2, 1).flatten(0, 1)
+    return down_TD.to(x_TD.dtype)
 
 
 def _by_row(plan: AttentionPlan, x: Tensor) -> Tensor:
-    return x.unflatten(0, (plan.batch.num_requests, -1))
+    by_row: Tensor = x.unflatten(0, (plan.batch.num_requests, -1))
+    return by_row
 
 
 def _insert_window(

@@ -55,13 +55,13 @@ class Losses(NamedTuple):
 
     Attributes:
         main: Weighted cross-entropy of the next token, plus that of the draft.
-        index: Sum of the indexers' divergences; its gradient is for their parameters alone.
+        index_kl: Sum of the indexers' divergences; its gradient is for their parameters alone.
         reply_accuracy: Share of reply tokens whose logit is the largest.
         draft_accuracy: The same for the draft's.
     """
 
     main: Tensor
-    index: Tensor
+    index_kl: Tensor
     reply_accuracy: Tensor
     draft_accuracy: Tensor
 
@@ -163,5 +163,5 @@ def losses(result: ForwardResult, targets_BT: Tensor, kinds_BT: Tensor) -> Losse
     """
     main, accuracy = _weighted(result.logits_BTV, targets_BT, kinds_BT)
     draft, draft_accuracy = _weighted(result.draft_logits_BTV[:, :-1], targets_BT[:, 1:], kinds_BT[:, 1:])
-    index = torch.stack([*result.recorder.index_losses, main.new_zeros(())]).sum()
-    return Losses(main + _DRAFT_WEIGHT * draft, index, accuracy, draft_accuracy)
+    index_kl = torch.stack([*result.recorder.index_losses, main.new_zeros(())]).sum()
+    return Losses(main + _DRAFT_WEIGHT * draft, index_kl, accuracy, draft_accuracy)

@@ -63,7 +63,7 @@ def _initial(config: DeepseekV4Config, name: str, shape: tuple[int, ...], depth:
         std = 0.5
     elif name.endswith(("wo_b.weight", "w2.weight")):
         std *= (2 * depth) ** -0.5
-    return torch.randn(shape, generator=gen) * std
+    return torch.randn(shape, generator=gen).mul_(std)
 
 
 def _stream_offsets(n: int, count: int) -> Tensor:

@@ -34,12 +34,12 @@ def exact_share(probe: Probe, predicted_BT: NDArray[np.int64]) -> float:
 
 def write_probes(path: Path, probes: Sequence[Probe]) -> None:
     """Write probes to one .npz."""
-    arrays = {}
+    arrays: dict[str, NDArray[np.int64] | NDArray[np.bool_]] = {}
     for probe in probes:
         arrays[f"{probe.group}/tokens"] = probe.tokens_BT
         arrays[f"{probe.group}/targets"] = probe.targets_BT
         arrays[f"{probe.group}/is_reply"] = probe.is_reply_BT
-    np.savez_compressed(path, **arrays)
+    np.savez_compressed(path, allow_pickle=True, **arrays)
 
 
 def load_probes(path: Path) -> list[Probe]:

@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.optim import AdamW
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["load_state", "load_weights", "save_state"]
 
 _PIECE_BYTES = 14 << 20
 
@@ -63,12 +63,24 @@ def save_state(folder: Path, parameters: dict[str, Tensor], optimizer: AdamW, *,
     (folder / "state.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
 
 
+def _load_entries(folder: Path, count: int) -> dict[str, Tensor]:
+    entries: dict[str, Tensor] = {}
+    for number in range(count):
+        entries.update(load_file(folder / f"state-{number}.safetensors"))
+    return entries
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a state by release name, as stored."""
+    summary = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    entries = _load_entries(folder, summary["pieces"])
+    return {key.removeprefix("weight/"): value for key, value in entries.items() if key.startswith("weight/")}
+
+
 def load_state(folder: Path, parameters: dict[str, Tensor], optimizer: AdamW) -> int:
     """Fills parameters and moments in place; returns the number of steps done."""
     summary = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    kept: dict[str, Tensor] = {}
-    for number in range(summary["pieces"]):
-        kept.update(load_file(folder / f"state-{number}.safetensors"))
+    kept = _load_entries(folder, summary["pieces"])
     step = int(summary["step"])
     for name, parameter in parameters.items():
         parameter.data.copy_(kept[f"weight/{name}"])

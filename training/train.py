@@ -91,7 +91,7 @@ class Trainer:
             sampled_T=self._sampled(tokens_BT.shape[1]),
         )
         scored = losses(result, targets_BT, kinds_BT.long())
-        self._differentiate(scored.main, scored.index)
+        self._differentiate(scored.main, scored.index_kl)
         norm = torch.nn.utils.clip_grad_norm_(self._group(indexer=False), _LARGEST_GRADIENT)
         torch.nn.utils.clip_grad_norm_(self._group(indexer=True), _LARGEST_GRADIENT)
         for group in self.optimizer.param_groups:
@@ -101,7 +101,7 @@ class Trainer:
         self.step += 1
         return {
             "main": scored.main.detach(),
-            "index": scored.index.detach(),
+            "index": scored.index_kl.detach(),
             "reply_accuracy": scored.reply_accuracy,
             "draft_accuracy": scored.draft_accuracy,
             "norm": norm,
@@ -114,7 +114,7 @@ class Trainer:
         """The index loss moves indexers alone; the main loss moves everything else."""
         for indexer, loss in ((True, index), (False, main)):
             group = self._group(indexer=indexer)
-            grads = torch.autograd.grad(loss, group, retain_graph=indexer, allow_unused=True)
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, group, retain_graph=indexer, allow_unused=True)
             for parameter, grad in zip(group, grads, strict=True):
                 # The fused optimiser wants the gradient's strides to be the parameter's.
                 parameter.grad = (
@@ -164,7 +164,7 @@ def _train(trainer: Trainer, seconds: float, log: Path) -> Iterator[Phase]:
             last = phase
             scalars = trainer.run_step()
             if trainer.step % _LOG_EVERY == 0:
-                row = {name: round(float(value), 5) for name, value in scalars.items()}
+                row: dict[str, object] = {name: round(float(value), 5) for name, value in scalars.items()}
                 row |= {"step": trainer.step, "stage": phase.stage, "rate": rate}
                 row["seconds"] = round(time.perf_counter() - begun, 1)
                 _logger.info("%s", row)

@@ -85,7 +85,7 @@ def test_indexer_learns_from_its_own_loss_only(parameters) -> None:
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     names = list(trained)
     main = torch.autograd.grad(scored.main, trained.values(), retain_graph=True, allow_unused=True)
-    index = torch.autograd.grad(scored.index, trained.values(), allow_unused=True)
+    index = torch.autograd.grad(scored.index_kl, trained.values(), allow_unused=True)
     moved_by_main = {name for name, grad in zip(names, main, strict=True) if grad is not None and grad.any()}
     moved_by_index = {name for name, grad in zip(names, index, strict=True) if grad is not None and grad.any()}
     assert moved_by_main == {name for name in names if not is_indexer(name)}
