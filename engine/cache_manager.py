@@ -125,6 +125,7 @@ class CacheManager:
             self.restores.append((node.slot, slot))
         table.computed[row] = boundary
         request.node = request.resumed_at = node
+        request.moving = None
         request.prefill_end = request.num_tokens
         request.stops = []
         if self.prefix is not None:
