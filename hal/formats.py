@@ -6,7 +6,7 @@ Only meaning lives here. `hal/codecs.py` executes the number formats; backends o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
 
 from halocline.hal.errors import ConfigError, ShapeError
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-class WeightFormat(str, Enum):
+class WeightFormat(StrEnum):
     """How a matrix is stored.
 
     FLOAT32 and BFLOAT16 are plain. FP8_BLOCK is E4M3 with one scale for each 128 x 128 block. MXFP4 is packed
@@ -41,7 +41,7 @@ class WeightFormat(str, Enum):
     NVFP4 = "nvfp4"
 
 
-class RowFormat(str, Enum):
+class RowFormat(StrEnum):
     """How one cached row is stored.
 
     FLOAT32 and BFLOAT16 are plain rows. FP8_BLOCK64 is the 584-byte latent row: 448 E4M3 lanes with one UE8M0
