@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from halocline.kernels_portable.target import Target
 
-__all__ = ["GemmTiles", "gemm_tiles"]
+__all__ = ["GemmTiles", "expert_tiles", "gemm_tiles"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,5 +49,20 @@ def gemm_tiles(target: Target, *, num_rows: int, element_bytes: int, batch_invar
     if num_rows <= 64:
         return GemmTiles(rows=32, columns=64, lanes=lanes, num_warps=4, num_stages=stages)
     if target.has_large_tiles and num_rows > 256:
+        return GemmTiles(rows=128, columns=128, lanes=lanes, num_warps=8, num_stages=3)
+    return GemmTiles(rows=64, columns=128, lanes=lanes, num_warps=4, num_stages=2)
+
+
+def expert_tiles(target: Target, *, mean_rows: int, element_bytes: int, batch_invariant: bool) -> GemmTiles:
+    """Tile sizes of a grouped product, whose left operand is the weight; `mean_rows` are those of one expert."""
+    lanes = 128 if element_bytes == 1 else 64 if element_bytes == 2 else 32
+    stages = 3 if target.has_large_tiles else 2
+    if element_bytes == 4:
+        return GemmTiles(rows=16, columns=32, lanes=lanes, num_warps=4, num_stages=1)
+    if mean_rows <= 16 or batch_invariant:
+        return GemmTiles(rows=16, columns=64, lanes=lanes, num_warps=4, num_stages=stages)
+    if mean_rows <= 64:
+        return GemmTiles(rows=32, columns=128, lanes=lanes, num_warps=4, num_stages=stages)
+    if target.has_large_tiles:
         return GemmTiles(rows=128, columns=128, lanes=lanes, num_warps=8, num_stages=3)
     return GemmTiles(rows=64, columns=128, lanes=lanes, num_warps=4, num_stages=2)
