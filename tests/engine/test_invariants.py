@@ -34,7 +34,7 @@ from halocline.models.weight_source import MappingSource
 
 ATOL = 2e-5
 LENGTHS = (1, 3, 4, 127, 128, 129, 300)
-CHUNKS = (1, 2, 3, 4, 7, 31, 64, 127, 128, 129, 200, 256)
+CHUNKS = (1, 2, 4, 7, 31, 64, 127, 128, 129, 200, 256)
 OUTPUT = 6
 
 
@@ -215,6 +215,14 @@ def test_cold_equals_hit_equals_after_eviction(runs: Runs, overlap: bool) -> Non
     runs.check(engine, [cold, hit, shared, *others, evicted])
 
 
+def test_sixteen_consecutive_lengths_show_no_pattern(runs: Runs) -> None:
+    """No error with a period of 4 or 128: every length is within the same bound, also decoding over a boundary."""
+    engine = runs.engine(max_requests=8)
+    requests = [runs.add(engine, prompt(length)) for length in range(118, 134)]
+    engine.run()
+    runs.check(engine, requests)
+
+
 def test_a_turn_that_goes_on_from_an_answer_hits_its_rows(runs: Runs) -> None:
     """The second prompt is the first with its answer: decoded rows and their snapshot are reused."""
     engine = runs.engine()
@@ -263,7 +271,7 @@ def test_outputs_of_one_prompt_share_its_prefix(runs: Runs) -> None:
 
 def test_replay_equals_eager(runs: Runs) -> None:
     """Padded replays on persistent buffers, alone and beside others, in both orders of length."""
-    lengths = (1, 64, 300, 129, 5)
+    lengths = (1, 31, 127, 300, 128, 129)
     eager = runs.engine()
     graphs = runs.engine(graph_sizes=(2, 4, 8))
     for engine in (eager, graphs):
@@ -286,7 +294,7 @@ def test_tags_agree_on_the_real_model(runs: Runs) -> None:
     runs.check(engine, requests)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     lengths=st.lists(st.integers(1, 280), min_size=1, max_size=5),
     chunk=st.integers(5, 256),
