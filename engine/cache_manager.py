@@ -12,7 +12,7 @@ import numpy as np
 
 from halocline.engine.page_pool import PagePool
 from halocline.engine.prefix_cache import Match, PrefixCache
-from halocline.engine.row_table import PageTable, RowTable
+from halocline.engine.row_table import RowTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,6 +63,10 @@ class CacheManager:
         pools = (self.token_pool, self.window_pool, self.slot_pool)
         self.prefix = PrefixCache(*pools, page_tokens=self.page_tokens) if prefix_caching else None
         self.restores: list[tuple[int, int]] = []
+        self._paged = (
+            (self.window_pool, self.table.window, self.table.window_end),
+            (self.token_pool, self.table.tokens, self.table.token_end),
+        )
 
     # ---- admission ----------------------------------------------------------------------------------------------
 
@@ -117,10 +121,10 @@ class CacheManager:
         boundary = 0
         if node is not None:
             boundary = node.depth * self.page_tokens
-            table.tokens.set_span(row, 0, list(node.pages))
+            table.tokens.set_span(row, 0, node.pages)
             table.window_end[row] = boundary // self.window_rows
             table.window_start[row] = table.window_end[row] - len(node.window_pages)
-            table.window.set_span(row, int(table.window_start[row]), list(node.window_pages))
+            table.window.set_span(row, table.window_start[row], node.window_pages)
             table.token_end[row] = node.depth
             self.restores.append((node.slot, slot))
         table.computed[row] = boundary
@@ -151,8 +155,7 @@ class CacheManager:
     def expire(self, row: int, position: int) -> None:
         """Frees the window pages that no query from `position` on can see."""
         table = self.table
-        first = max(position - self.window + 1, 0) // self.window_rows
-        start, stop = int(table.window_start[row]), min(first, int(table.window_end[row]))
+        start, stop = table.window_start[row], max(position - self.window + 1, 0) // self.window_rows
         if stop > start:
             self.window_pool.release(table.window.clear_span(row, start, stop))
             table.window_start[row] = stop
@@ -160,23 +163,18 @@ class CacheManager:
     def reachable_end(self, row: int, end: int) -> int:
         """How far up to `end` the row's pages can grow, eviction included."""
         table = self.table
-        window_end = (int(table.window_end[row]) + self.window_pool.num_reachable) * self.window_rows
-        token_end = (int(table.token_end[row]) + self.token_pool.num_reachable) * self.page_tokens
+        window_end = (table.window_end[row] + self.window_pool.num_reachable) * self.window_rows
+        token_end = (table.token_end[row] + self.token_pool.num_reachable) * self.page_tokens
         return min(end, window_end, token_end)
 
     def extend(self, row: int, end: int) -> None:
         """Gives a row the pages of all positions before `end`, which `reachable_end` has allowed."""
-        table = self.table
-        self._extend(self.window_pool, table.window, table.window_end, row, end)
-        self._extend(self.token_pool, table.tokens, table.token_end, row, end)
-
-    def _extend(self, pool: PagePool, pages: PageTable, ends: NDArray[np.int32], row: int, end: int) -> None:
-        first = int(ends[row])
-        count = -(-end // pages.unit) - first
-        if count > 0:
-            self._make_room(pool, count)
-            pages.set_span(row, first, pool.allocate(count))
-            ends[row] = first + count
+        for pool, pages, ends in self._paged:
+            count = -(-end // pages.unit) - ends[row]
+            if count > 0:
+                self._make_room(pool, count)
+                pages.set_span(row, ends[row], pool.allocate(count))
+                ends[row] += count
 
     def _make_room(self, pool: PagePool, count: int) -> bool:
         """Evicts until a pool has this many free pages; False without any change if that cannot be."""
@@ -196,44 +194,26 @@ class CacheManager:
             False, with nothing allocated, if they cannot be had for all of these rows.
         """
         table = self.table
-        due = rows[table.computed[rows] >= table.next_change[rows]]
-        if len(due) == 0:
+        due: list[int] = rows[table.computed[rows] >= table.next_change[rows]].tolist()
+        if not due:
             return True
-        positions = table.computed[due]
-        self._expire_decode(due, positions)
-        window_rows = due[positions >= table.window_end[due] * self.window_rows]
-        token_rows = due[positions >= table.token_end[due] * self.page_tokens]
-        if not self._make_room(self.window_pool, len(window_rows)):
+        positions: list[int] = table.computed[due].tolist()
+        for row, position in zip(due, positions, strict=True):
+            self.expire(row, position)
+        late = [
+            [row for row, position in zip(due, positions, strict=True) if position >= ends[row] * pages.unit]
+            for _, pages, ends in self._paged
+        ]
+        if not all(self._make_room(pool, len(late[i])) for i, (pool, _, _) in enumerate(self._paged)):
             return False
-        if not self._make_room(self.token_pool, len(token_rows)):
-            return False
-        for pool, pages, ends, late in (
-            (self.window_pool, table.window, table.window_end, window_rows),
-            (self.token_pool, table.tokens, table.token_end, token_rows),
-        ):
-            if len(late):
-                pages.set_cells(late, ends[late], pool.allocate(len(late)))
-                ends[late] += 1
-        more = np.minimum(table.window_end[due] * self.window_rows, table.token_end[due] * self.page_tokens)
-        less = (table.window_start[due] + 1) * self.window_rows + self.window - 1
-        table.next_change[due] = np.minimum(more, less)
+        for (pool, pages, ends), late_rows in zip(self._paged, late, strict=True):
+            for row, page in zip(late_rows, pool.allocate(len(late_rows)), strict=True):
+                pages.set(row, ends[row], page)
+                ends[row] += 1
+        for row in due:
+            more = min(table.window_end[row] * self.window_rows, table.token_end[row] * self.page_tokens)
+            table.next_change[row] = min(more, (table.window_start[row] + 1) * self.window_rows + self.window - 1)
         return True
-
-    def _expire_decode(self, rows: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
-        table = self.table
-        first = np.maximum(positions - (self.window - 1), 0) // self.window_rows
-        late = first > table.window_start[rows]
-        if not late.any():
-            return
-        gone = rows[late]
-        columns = table.window_start[gone]
-        if (first[late] - columns).max() > 1:  # behind a chunk or a resume; afterwards it is one page at a time
-            for row, position in zip(gone.tolist(), positions[late].tolist(), strict=True):
-                self.expire(row, position)
-            return
-        self.window_pool.release(table.window.pages[gone, columns].tolist())
-        table.window.set_cells(gone, columns, -1)
-        table.window_start[gone] = columns + 1
 
     # ---- resume points ------------------------------------------------------------------------------------------
 
@@ -276,7 +256,7 @@ class CacheManager:
     def _window_before(self, row: int, boundary: int) -> list[int] | None:
         """Pages of the window before a boundary; None if one is gone."""
         first = max(boundary - self.window + 1, 0) // self.window_rows
-        if first < int(self.table.window_start[row]):
+        if first < self.table.window_start[row]:
             return None
         pages: list[int] = self.table.window.pages[row, first : boundary // self.window_rows].tolist()
         return pages if min(pages, default=0) >= 0 else None
@@ -296,7 +276,7 @@ class CacheManager:
             if own != at.page:
                 self.token_pool.share((at.page,))
                 self.token_pool.release((own,))
-                self.table.tokens.set_span(request.row, at.depth - 1, at.page)
+                self.table.tokens.set(request.row, at.depth - 1, at.page)
         request.node = path[-1] if path else node
         return request.node
 
@@ -313,8 +293,8 @@ class CacheManager:
     def close(self, request: Request) -> None:
         """Takes everything away from a row. What the prefix tree holds too stays there."""
         table, row = self.table, request.row
-        self.window_pool.release(table.window.clear_span(row, int(table.window_start[row]), int(table.window_end[row])))
-        self.token_pool.release(table.tokens.clear_span(row, 0, int(table.token_end[row])))
+        self.window_pool.release(table.window.clear_span(row, table.window_start[row], table.window_end[row]))
+        self.token_pool.release(table.tokens.clear_span(row, 0, table.token_end[row]))
         slot = int(table.state_slots[row])
         for restore in [restore for restore in self.restores if restore[1] == slot]:
             self.restores.remove(restore)  # admitted and preempted in one step

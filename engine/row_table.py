@@ -1,8 +1,8 @@
-"""RowTable: what the engine keeps of each running request, as numpy arrays indexed by engine row.
+"""RowTable: what the engine keeps of each running request, indexed by engine row.
 
-A row belongs to a request from admission to its end or preemption, so nothing is rebuilt from step to step and the
-work of a decode step is a few array operations, whatever the batch. Page tables remember which entries changed; the
-batch builder sends only those to the device.
+A row belongs to a request from admission to its end or preemption, so nothing is rebuilt from step to step. What every
+step needs of every row lies in numpy arrays and takes a few operations, whatever the batch; what changes once in a
+page lies in lists. Page tables remember which entries changed; the batch builder sends only those to the device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from halocline.engine.request import Request
@@ -31,16 +33,21 @@ class PageTable:
     def __init__(self, num_rows: int, max_positions: int, unit: int) -> None:
         self.unit = unit
         self.pages: NDArray[np.int32] = np.full((num_rows, -(-max_positions // unit)), -1, dtype=np.int32)
-        self._changed: list[NDArray[np.int64]] = []
+        self._changed: list[int] = []
 
     @property
     def num_columns(self) -> int:
         """Columns of a row."""
         return int(self.pages.shape[1])
 
-    def set_span(self, row: int, start: int, pages: list[int] | int) -> None:
-        """Writes pages (or one number) from a column on."""
-        stop = start + (len(pages) if isinstance(pages, list) else 1)
+    def set(self, row: int, column: int, page: int) -> None:
+        """Writes one page."""
+        self.pages[row, column] = page
+        self._changed.append(row * self.pages.shape[1] + column)
+
+    def set_span(self, row: int, start: int, pages: Sequence[int]) -> None:
+        """Writes pages from a column on."""
+        stop = start + len(pages)
         self.pages[row, start:stop] = pages
         self._note_span(row, start, stop)
 
@@ -49,25 +56,17 @@ class PageTable:
         found: list[int] = self.pages[row, start:stop].tolist()
         self.pages[row, start:stop] = -1
         self._note_span(row, start, stop)
-        return [page for page in found if page >= 0]
-
-    def set_cells(self, rows: NDArray[np.int32], columns: NDArray[np.int32], pages: list[int] | int) -> None:
-        """Writes one cell in each of several rows."""
-        self.pages[rows, columns] = pages
-        self._changed.append(rows.astype(np.int64) * self.num_columns + columns)
+        return found
 
     def take_changes(self) -> NDArray[np.int64]:
         """Flat indices of the cells written since the last call; a cell may be named twice."""
-        if not self._changed:
-            return np.empty(0, dtype=np.int64)
-        changed = self._changed[0] if len(self._changed) == 1 else np.concatenate(self._changed)
+        changed = np.array(self._changed, dtype=np.int64)
         self._changed.clear()
         return changed
 
     def _note_span(self, row: int, start: int, stop: int) -> None:
-        if stop > start:
-            base = row * self.num_columns
-            self._changed.append(np.arange(base + start, base + stop, dtype=np.int64))
+        base = row * self.num_columns
+        self._changed.extend(range(base + start, base + stop))
 
 
 class RowTable:
@@ -94,9 +93,9 @@ class RowTable:
         self.generated = _zeros(num_rows)
         self.max_tokens = _zeros(num_rows)
         self.state_slots = _zeros(num_rows) - 1
-        self.window_start = _zeros(num_rows)
-        self.window_end = _zeros(num_rows)
-        self.token_end = _zeros(num_rows)
+        self.window_start = [0] * num_rows
+        self.window_end = [0] * num_rows
+        self.token_end = [0] * num_rows
         self.next_change = _zeros(num_rows)
         self.window = PageTable(num_rows, max_positions, geometry.window_page_rows)
         self.tokens = PageTable(num_rows, max_positions, geometry.page_tokens)
@@ -114,7 +113,8 @@ class RowTable:
         self.computed[row] = 0
         self.generated[row] = len(request.output_ids)
         self.max_tokens[row] = request.admitted.max_tokens
-        self.window_start[row] = self.window_end[row] = self.token_end[row] = self.next_change[row] = 0
+        self.window_start[row] = self.window_end[row] = self.token_end[row] = 0
+        self.next_change[row] = 0
         request.row = row
         return row
 

@@ -286,7 +286,7 @@ class Scheduler:
         if request is None or cache.table.num_free == 0:
             return None
         promised = sum(
-            -(-running.prefill_end // cache.page_tokens) - int(cache.table.token_end[running.row])
+            -(-running.prefill_end // cache.page_tokens) - cache.table.token_end[running.row]
             for running in self._prefilling
         )
         running = len(self._decoding) + len(self._prefilling)
