@@ -1,7 +1,7 @@
 """Exact top-k of scores by radix selection, mapped to cache slots through the page table.
 
 T tokens, S entries, K entries kept, R requests, P pages. One program serves one token: four passes over its scores
-find the K-th largest, eight bits at a time, and one pass collects. Ties keep the lowest entries.
+find the K-th largest, one pass collects. Ties keep the lowest entries.
 """
 
 from __future__ import annotations
@@ -11,37 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from halocline.kernels_portable.radix_search import kth_largest, ordered_bits
+
 __all__ = ["select_entries"]
-
-
-@triton.jit
-def ordered_bits(x):
-    """uint32 that orders as the float32 does, from -inf up; NaN of positive sign comes last."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _kth_largest(scores_ptr, visible, kept, BLOCK: tl.constexpr):
-    """Ordered bits of the `kept`-th largest score, and how many of those equal to it belong to the kept."""
-    prefix = tl.zeros((), tl.uint32)
-    remaining = kept
-    digits = tl.arange(0, 256)
-    for step in tl.static_range(4):
-        shift = 24 - 8 * step
-        counts = tl.zeros((256,), tl.int32)
-        for start in range(0, visible, BLOCK):
-            entries = start + tl.arange(0, BLOCK)
-            bits = ordered_bits(tl.load(scores_ptr + entries, mask=entries < visible, other=0.0))
-            candidate = entries < visible
-            if step > 0:
-                candidate = candidate & ((bits >> (shift + 8)) == prefix)
-            counts += tl.histogram(((bits >> shift) & 255).to(tl.int32), 256, mask=candidate)
-        at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
-        digit = tl.sum((at_least >= remaining).to(tl.int32), axis=0) - 1
-        remaining -= tl.sum(tl.where(digits > digit, counts, 0), axis=0)
-        prefix = (prefix << 8) | digit.to(tl.uint32)
-    return prefix, remaining
 
 
 @triton.jit
@@ -67,7 +39,7 @@ def _select_entries_kernel(
         slots = _slots_of(entries, entries < visible, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
         tl.store(out_ptr + entries, slots, mask=entries < KEPT)
     else:
-        threshold, num_equal = _kth_largest(scores_ptr, visible, length, BLOCK)
+        threshold, num_equal = kth_largest(scores_ptr, visible, length, BLOCK)
         above = tl.zeros((), tl.int32)
         equal = tl.zeros((), tl.int32)
         for start in range(0, visible, BLOCK):
