@@ -138,6 +138,22 @@ def test_no_kernel_says_what_was_asked_found_and_what_to_do(make_spec: MakeSpec,
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("heads", "width", "good"), [(64, 512, True), (128, 512, True), (129, 512, False), (64, 576, False)]
+)
+def test_a_shape_that_no_kernel_covers_is_refused_before_use(
+    make_spec: MakeSpec, make_request: MakeRequest, heads: int, width: int, good: bool
+) -> None:
+    """The worst outcome is a warning and an output that nobody wrote (flashinfer-ai/flashinfer#3840)."""
+    spec = make_spec("flashmla", traits={"num_heads": tuple(range(1, 129)), "head_dim": (512,)})
+    request = make_request(traits={"num_heads": heads, "head_dim": width})
+    if good:
+        assert chosen(table([spec], [request])) == ("flashmla", "device")
+        return
+    with pytest.raises(NoKernelError, match=r"num_heads=129 .* takes 1 to 128|head_dim=576 .* takes 512"):
+        table([spec], [request])
+
+
 def test_all_ops_without_a_kernel_are_named(make_spec: MakeSpec) -> None:
     requests = [KernelRequest(op="norm.rms_norm"), KernelRequest(op="hyper_connection.write")]
     with pytest.raises(NoKernelError) as caught:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from halocline.hal.errors import NoKernelError, OverrideError
 from halocline.hal.inventory import Inventory, Package
 from halocline.hal.op import KernelSpec, KnownBad, Provider
-from halocline.hal.overrides import Override, parse_override
+from halocline.hal.overrides import parse_override
 from halocline.hal.profiles import PROFILES
 from halocline.hal.request import KernelRequest
 from halocline.hal.selection import resolve
@@ -34,95 +34,109 @@ def distinct(found: list[KernelSpec]) -> list[KernelSpec]:
     return kept
 
 
-subset = st.sampled_from([(), ("x",), ("y",), ("x", "y")])
-specs = st.lists(
-    st.builds(
-        KernelSpec,
-        op=st.sampled_from(OPS),
-        name=st.sampled_from(NAMES),
-        target=st.just("toys.kernel:run"),
-        vendor=st.sampled_from(["", "", "nvidia", "amd", "cpu"]),
-        archs=st.sampled_from([(), (), ("sm_90",), ("gfx942", "gfx950"), ("cpu",)]),
-        formats=st.builds(lambda values: {"weight": values}, subset),
-        traits=st.sampled_from([{}, {"a2a": ("none",)}, {"a2a": ("none", "mori")}]),
-        semantics=st.builds(lambda values: {"sink": values}, subset),
-        providers=st.sampled_from([(), (LIBRARY,)]),
-        rank=st.integers(0, 9),
-        status=st.sampled_from(["run", "not_run", "planned"]),
-        deterministic=st.sampled_from(["none", "run", "batch"]),
-        known_bad=st.sampled_from([(), (), (KnownBad(reason="wrong", source="a/b#1", archs=("gfx942",)),)]),
-    ),
-    max_size=8,
-).map(distinct)
+def mostly(usual: Any, *others: Any) -> st.SearchStrategy[Any]:
+    """Usually the value that lets a kernel pass, so that several are left to choose from."""
+    return st.sampled_from([usual] * 12 + list(others))
+
+
 facts = st.fixed_dictionaries(
     {
-        "formats": st.builds(lambda values: {"weight": values} if values else {}, subset),
-        "traits": st.sampled_from([{}, {"a2a": "none"}, {"a2a": "mori"}]),
-        "semantics": st.builds(lambda values: {"sink": values} if values else {}, subset),
+        "formats": mostly({}, {"weight": ("x",)}, {"weight": ("x", "y")}),
+        "traits": mostly({"a2a": "none"}, {}, {"a2a": "mori"}),
+        "semantics": mostly({}, {"sink": ("x",)}, {"sink": ("y",)}),
     }
 )
-requests = st.builds(
-    lambda first, second, layers: [
-        KernelRequest(op=OPS[0], layers=layers, **first),
-        KernelRequest(op=OPS[1], layers=(0, 1), **second),
-    ],
-    facts,
-    facts,
-    st.sampled_from([None, (0,), (0, 1), (1, 2, 3)]),
-)
 devices = st.sampled_from([profile.device for profile in PROFILES.values()])
-inventories = st.sampled_from(
-    [
-        Inventory(),
-        Inventory.of([Package(distribution="lib", version="1.5", modules=("lib",))]),
-        Inventory.of([Package(distribution="lib", version="0.9", modules=("lib",))]),
+inventories = mostly(
+    Inventory.of([Package(distribution="lib", version="1.5", modules=("lib",))]),
+    Inventory(),
+    Inventory.of([Package(distribution="lib", version="0.9", modules=("lib",))]),
+)
+
+
+@st.composite
+def kernels(draw: st.DrawFn, vendor: str, arch: str) -> list[KernelSpec]:
+    """Kernels of two ops for a device; most could serve it, with distinct ranks."""
+    others = tuple(name for name in ("nvidia", "amd", "cpu") if name != vendor)
+    ranks = draw(st.permutations(range(len(OPS) * len(NAMES) * 2)))
+    found: list[KernelSpec] = []
+    for op in OPS:
+        for name in draw(st.lists(st.sampled_from(NAMES), min_size=2, max_size=7)):
+            found.append(
+                KernelSpec(
+                    op=op,
+                    name=name,
+                    target="toys.kernel:run",
+                    vendor=draw(mostly("", vendor, *others)),
+                    archs=draw(mostly((), (arch,), ("sm_100",))),
+                    formats={"weight": draw(mostly(("x", "y"), ("x",)))},
+                    traits=draw(mostly({}, {"a2a": ("none",)}, {"a2a": ("none", "mori")})),
+                    semantics={"sink": draw(mostly(("x", "y"), ("x",), ()))},
+                    providers=draw(mostly((), (LIBRARY,))),
+                    rank=ranks[len(found) % len(ranks)],
+                    status=draw(mostly("run", "not_run", "planned")),
+                    deterministic=draw(mostly("batch", "run", "none")),
+                    known_bad=draw(mostly((), (KnownBad(reason="wrong", source="a/b#1", archs=("gfx942",)),))),
+                )
+            )
+    return distinct(found)
+
+
+@st.composite
+def override_texts(draw: st.DrawFn, specs: list[KernelSpec]) -> str:
+    """An override that names what exists, at most times."""
+    pattern = draw(st.sampled_from([*OPS, "norm.*", "*"]))
+    having = sorted({s.name for s in specs if pattern in (s.op, "*") or s.op.startswith("norm.")})
+    where = draw(mostly("", "[a2a=none]", "@layers=0", "@layers=1-3"))
+    action = draw(st.sampled_from(["=", "?=", "?=", "=!"]))
+    return f"{pattern}{where}{action}{draw(st.sampled_from(having or list(NAMES)))}"
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> dict[str, Any]:
+    """Everything that a choice depends on."""
+    device = draw(devices)
+    specs = draw(kernels(device.vendor, device.arch))
+    overrides = [
+        parse_override(draw(override_texts(specs)), source=source, origin=source, precedence=SOURCES[source])
+        for source in draw(st.lists(st.sampled_from(sorted(SOURCES)), max_size=4, unique=True))
     ]
-)
-texts = st.builds(
-    "{}{}{}{}".format,
-    st.sampled_from([*OPS, "norm.*", "*"]),
-    st.sampled_from(["", "", "[a2a=none]", "@layers=0", "@layers=1-3"]),
-    st.sampled_from(["=", "?=", "=!"]),
-    st.sampled_from(NAMES),
-)
-overrides = st.lists(
-    st.builds(
-        lambda text, source: parse_override(text, source=source, origin=source, precedence=SOURCES[source]),
-        texts,
-        st.sampled_from(sorted(SOURCES)),
-    ),
-    max_size=4,
-)
-policies = st.builds(
-    lambda found, level, planned: Policy(overrides=tuple(found), determinism=level, planned=planned),
-    overrides,
-    st.sampled_from(["none", "none", "run", "batch"]),
-    st.booleans(),
-)
-world = {"found": specs, "asked": requests, "device": devices, "inventory": inventories, "policy": policies}
+    return {
+        "specs": specs,
+        "asked": [
+            KernelRequest(op=OPS[0], layers=draw(st.sampled_from([None, (0,), (0, 1), (1, 2, 3)])), **draw(facts)),
+            KernelRequest(op=OPS[1], layers=(0, 1), **draw(facts)),
+        ],
+        "device": device,
+        "inventory": draw(inventories),
+        "policy": Policy(
+            overrides=tuple(overrides), determinism=draw(mostly("none", "run", "batch")), planned=draw(st.booleans())
+        ),
+    }
 
 
-def outcome(**kwargs: Any) -> KernelTable | str:
+def outcome(world: dict[str, Any]) -> KernelTable | str:
     """The table, or the message of the refusal."""
-    asked = kwargs.pop("asked")
     try:
-        return resolve(asked, **kwargs)
+        return resolve(world["asked"], **{name: value for name, value in world.items() if name != "asked"})
     except (NoKernelError, OverrideError) as error:
         return f"{type(error).__name__}: {error}"
 
 
+def against(world: dict[str, Any], spec: KernelSpec, request: KernelRequest) -> set[str]:
+    found = reasons_against(spec, request, world["device"], world["inventory"], world["policy"])
+    return {stage for stage, _ in found}
+
+
 @settings(max_examples=300, deadline=None)
-@given(**world, seed=st.integers(0, 2**16))
-def test_the_choice_depends_on_nothing_but_its_inputs(
-    found: list[KernelSpec], asked: list[KernelRequest], device: Any, inventory: Any, policy: Policy, seed: int
-) -> None:
+@given(world=worlds(), seed=st.integers(0, 2**16))
+def test_the_choice_depends_on_nothing_but_its_inputs(world: dict[str, Any], seed: int) -> None:
     """Equal for equal inputs, whatever the order of the manifest's rows and of the requests."""
     rng = random.Random(seed)
-    shuffled, reordered = found[:], asked[:]
-    rng.shuffle(shuffled)
-    rng.shuffle(reordered)
-    first = outcome(asked=asked, specs=found, device=device, inventory=inventory, policy=policy)
-    second = outcome(asked=reordered, specs=shuffled, device=device, inventory=inventory, policy=policy)
+    other = {**world, "specs": world["specs"][:], "asked": world["asked"][:]}
+    rng.shuffle(other["specs"])
+    rng.shuffle(other["asked"])
+    first, second = outcome(world), outcome(other)
     if isinstance(first, str) or isinstance(second, str):
         assert isinstance(first, str) is isinstance(second, str)
         return
@@ -130,66 +144,74 @@ def test_the_choice_depends_on_nothing_but_its_inputs(
     assert first.digest == second.digest
 
 
-@settings(max_examples=500, deadline=None)
-@given(**world)
-def test_nothing_is_chosen_that_a_stage_rejected(
-    found: list[KernelSpec], asked: list[KernelRequest], device: Any, inventory: Any, policy: Policy
-) -> None:
-    table = outcome(asked=asked, specs=found, device=device, inventory=inventory, policy=policy)
-    if isinstance(table, str):
-        return
+@settings(max_examples=400, deadline=None)
+@given(world=worlds())
+def test_nothing_is_chosen_that_a_stage_rejected(world: dict[str, Any]) -> None:
+    table = outcome(world)
+    assume(not isinstance(table, str))
+    assert isinstance(table, KernelTable)
     for binding in table.bindings:
-        candidates = [spec for spec in found if spec.op == binding.op]
-        rejected = {rejection.kernel.rpartition("/")[2] for rejection in binding.rejected}
-        assert len({r.kernel for r in binding.rejected}) + len(binding.kernels) == len(candidates)
+        candidates = [spec for spec in world["specs"] if spec.op == binding.op]
+        losers = {rejection.kernel for rejection in binding.rejected}
+        assert len(losers) + len(binding.kernels) == len(candidates)
         for bound in binding.kernels:
-            against = list(reasons_against(bound.spec, binding.request, device, inventory, policy))
             allowed = {"policy"} if binding.source != "device" else set()
-            assert {stage for stage, _ in against} <= allowed
-            same_name = [spec for spec in candidates if spec.name == bound.spec.name]
-            assert bound.spec.name not in rejected or len(same_name) > 1
+            assert against(world, bound.spec, binding.request) <= allowed
+            assert bound.spec.name not in losers
 
 
-def ordered(policy: Policy, binding_request: KernelRequest, layer: int | None) -> list[Override]:
-    speaking = [override for override in policy.overrides if override.matches(binding_request, layer)]
-    return sorted(speaking, key=lambda override: override.weight, reverse=True)
-
-
-@settings(max_examples=500, deadline=None)
-@given(**world)
-def test_precedence_holds(
-    found: list[KernelSpec], asked: list[KernelRequest], device: Any, inventory: Any, policy: Policy
-) -> None:
+@settings(max_examples=400, deadline=None)
+@given(world=worlds())
+def test_precedence_holds(world: dict[str, Any]) -> None:
     """The heaviest choice that can be had is the one; without any, the best rank among what is not banned."""
-    table = outcome(asked=asked, specs=found, device=device, inventory=inventory, policy=policy)
-    if isinstance(table, str):
-        return
+    table = outcome(world)
+    assume(not isinstance(table, str))
+    assert isinstance(table, KernelTable)
     for binding in table.bindings:
         layer = None if binding.layers is None else binding.layers[0]
-        good = {
-            spec.name: spec
-            for spec in found
-            if spec.op == binding.op
-            and {s for s, _ in reasons_against(spec, binding.request, device, inventory, policy)} <= {"policy"}
-            and (spec.vendor in ("", device.vendor))
-        }
-        names = {spec.name for spec in found if spec.op == binding.op}
-        speaking = ordered(policy, binding.request, layer)
-        bans = [o for o in speaking if o.action == "ban"]
-        wanted: tuple[str, str] | None = None
-        for choice in (o for o in speaking if o.action != "ban"):
-            name = choice.kernels[0]
-            overruled = any(ban.kernels[0] == name and ban.weight > choice.weight for ban in bans)
-            if name in names and not overruled and name in good:
-                wanted = (name, choice.source)
-                break
+        candidates = [spec for spec in world["specs"] if spec.op == binding.op]
+        own = [spec for spec in candidates if spec.vendor in ("", world["device"].vendor)]
+        good = {spec.name: spec for spec in own if against(world, spec, binding.request) <= {"policy"}}
+        speaking = [o for o in world["policy"].overrides if o.matches(binding.request, layer)]
+        order = ("flag", "env", "file", "model")
+        wanted: tuple[str | None, str] | None = None
+        banned: set[str] = set()
+        for source in order:  # one override a source: precedence is the order of the sources
+            for override in (o for o in speaking if o.source == source):
+                name = override.kernels[0]
+                if override.action == "ban":
+                    banned.add(name)
+                elif wanted is None and name in good and name not in banned:
+                    wanted = (name, source)
         if wanted is not None:
             assert (binding.chosen, binding.source) == wanted
             continue
-        free = [
-            spec
-            for spec in good.values()
-            if spec.name not in {ban.kernels[0] for ban in bans} and not (spec.name == "reference" and device.is_gpu)
-        ]
-        best = max(free, key=lambda spec: rank_on(spec, device.arch), default=None)
+        free = [spec for spec in good.values() if not against(world, spec, binding.request)]
+        left = [spec for spec in free if spec.name not in banned]
+        best = max(left, key=lambda spec: rank_on(spec, world["device"].arch), default=None)
         assert binding.chosen == (best.name if best else None)
+        if best is max(free, key=lambda spec: rank_on(spec, world["device"].arch), default=None):
+            assert binding.source == "device"
+
+
+def test_the_worlds_are_worth_looking_at() -> None:
+    """Most of them bind, and in many of them ranks and overrides have something to decide."""
+    seen: dict[str, int] = {"tables": 0, "by rank": 0, "by override": 0, "refused": 0}
+
+    @settings(max_examples=200, deadline=None, database=None, derandomize=True)
+    @given(world=worlds())
+    def look(world: dict[str, Any]) -> None:
+        table = outcome(world)
+        if isinstance(table, str):
+            seen["refused"] += 1
+            return
+        seen["tables"] += 1
+        stages = {rejection.stage for binding in table.bindings for rejection in binding.rejected}
+        seen["by rank"] += "rank" in stages
+        seen["by override"] += any(binding.source != "device" for binding in table.bindings)
+
+    look()
+    assert seen["tables"] >= 100
+    assert seen["by rank"] >= 50
+    assert seen["by override"] >= 30
+    assert seen["refused"] >= 10

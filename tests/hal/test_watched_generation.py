@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -263,6 +264,23 @@ def test_decoding_imports_nothing_and_reads_no_environment(quiet_run: tuple[dict
 def test_a_model_for_one_vendor_loads_no_kernel_of_another(quiet_run: tuple[dict[str, Any], list[str]]) -> None:
     found, _ = quiet_run
     assert found["vendor"] == []
+
+
+def without_figures(line: str) -> str:
+    """A log line without what differs between machines and runs."""
+    line = re.sub(r"kernels [0-9a-f]{12}", "kernels HASH", line)
+    return re.sub(r"\d+(\.\d+)?", "N", line)
+
+
+def test_the_lines_of_a_start_are_the_known_ones(
+    quiet_run: tuple[dict[str, Any], list[str]], request: pytest.FixtureRequest
+) -> None:
+    """From start to the first token. A new line at the default level is a decision: --snapshot-update writes it."""
+    golden = Path(__file__).parent / "golden" / "start.log"
+    text = "".join(f"{without_figures(line)}\n" for line in quiet_run[1])
+    if request.config.getoption("--snapshot-update"):
+        golden.write_text(text)
+    assert text == golden.read_text()
 
 
 def test_a_start_says_little_and_nothing_twice(quiet_run: tuple[dict[str, Any], list[str]]) -> None:
