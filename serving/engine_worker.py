@@ -98,7 +98,7 @@ class _Worker:
         self._compiler = compiler
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="halocline-grammar")
-        self._outputs: dict[int, tuple[ServedOutput, ...]] = {}
+        self._outputs: dict[int, list[ServedOutput]] = {}
         self._numbers: dict[int, tuple[int, bool]] = {}
         self._waiting: set[int] = set()
         self._running = True
@@ -180,7 +180,7 @@ class _Worker:
             field = error.field if isinstance(error, FieldError) else None
             self._send(("refused", number, field, str(error).splitlines()[0]))
             return
-        self._outputs[number] = outputs
+        self._outputs[number] = list(outputs)
         for output in outputs:
             self._numbers[id(output)] = (number, True)
 
@@ -202,7 +202,8 @@ class _Worker:
             rows.append((number, output.index, *update) if facts is None else (number, output.index, *update, facts))
             if update.finish_reason is not None:
                 del self._numbers[id(output)]
-                if all(one.is_finished for one in self._outputs[number]):
+                outputs = self._outputs[number] = [one for one in self._outputs[number] if one is not output]
+                if not outputs:
                     del self._outputs[number]
         if rows:
             self._send(("step", rows))

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from halocline.serving.errors import ApiError, anthropic_body, openai_body
@@ -44,6 +45,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["app"] = self  # starlette's routes raise, rather than answer in plain text, when there is an application
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         allowed = origin if origin in self._origins else None
@@ -57,27 +59,36 @@ class Gate:
                 self._add_headers(message, allowed)
             await send(message)
 
-        refusal = self._refusal(scope, headers, allowed)
         try:
+            refusal = self._refusal(scope, headers, allowed)
             if refusal is not None:
                 await refusal(scope, receive, noting_send)
             else:
                 await self._app(scope, receive, noting_send)
+        except Exception as error:
+            if status:  # the answer has begun: only the connection can tell that it ended badly
+                raise
+            await _error_answer(scope["path"], _as_api_error(error, scope))(scope, receive, noting_send)
         finally:
             self._note(scope, status, time.monotonic() - begun)
 
     def _refusal(self, scope: Scope, headers: Headers, allowed: str | None) -> Response | None:
-        """An answer to a call that goes no further."""
+        """An answer to a call that goes no further.
+
+        Raises:
+            ApiError: It has no key.
+        """
         if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
             preflight = {"access-control-allow-headers": _CORS_HEADERS, "access-control-allow-methods": "GET, POST"}
             return Response(status_code=204 if allowed else 403, headers=preflight if allowed else {})
         if not self._keys or scope["path"] in _OPEN or self._has_key(headers):
             return None
-        error = ApiError(
-            401, "a valid API key is needed, as Authorization: Bearer KEY or x-api-key", code="invalid_api_key"
+        raise ApiError(
+            401,
+            "a valid API key is needed, as Authorization: Bearer KEY or x-api-key",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
         )
-        body = anthropic_body(error) if scope["path"].startswith("/v1/messages") else openai_body(error)
-        return JSONResponse(body, 401, headers={"www-authenticate": "Bearer"})
 
     def _has_key(self, headers: Headers) -> bool:
         """Compares with every key, in a time that tells nothing."""
@@ -106,3 +117,20 @@ class Gate:
             seconds,
             f", {user[:_KNOWN_LONG]!r}" if user else "",
         )
+
+
+def _as_api_error(error: Exception, scope: Scope) -> ApiError:
+    """What the caller is told; of a fault of ours, nothing but that there was one."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HTTPException):
+        words = {404: f"there is no {scope['path'][:200]} here", 405: f"{scope['method']} is not for this path"}
+        said = words.get(error.status_code, "the request is refused")
+        return ApiError(error.status_code, said, headers=dict(error.headers or {}))
+    logger.error("a call of %s failed", scope["path"][:200], exc_info=error)
+    return ApiError(500, "the server made a mistake; its log says which", code="internal_error")
+
+
+def _error_answer(path: str, error: ApiError) -> Response:
+    body = anthropic_body(error) if path.startswith("/v1/messages") else openai_body(error)
+    return JSONResponse(body, error.status, headers=error.headers)

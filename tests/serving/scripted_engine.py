@@ -31,6 +31,8 @@ from halocline.serving.engine_client import EngineInfo, PromptFacts
 _SAY = re.compile(r"\[\[say (.*?)\]\]", re.DOTALL)
 _PAGE = 16
 EOS = 1
+CLOSING: list[int] = []
+"""Tokens that end texts, lists, objects and outputs; filled in by the first engine."""
 
 
 class Output:
@@ -72,8 +74,9 @@ class Output:
         scripted = self._ids[self.said] if self.said < len(self._ids) else EOS
         if scripted in allowed:
             return scripted
-        if self.params.temperature == 0:
-            return int(allowed[-1])
+        closing = [token for token in CLOSING if token in allowed]
+        if closing and (self.params.temperature == 0 or self.rng.random() < 0.4):
+            return self.rng.choice(closing)
         return int(self.rng.choice(list(allowed)))
 
 
@@ -93,6 +96,8 @@ class ScriptedEngine:
             facts={"kernels": [{"op": "norm.rms_norm", "kernel": "reference", "source": "device default"}], "memory": {"total_bytes": 1 << 20}},
             fingerprint="scripted-1",
         )
+        marks = (b'"', b"}", b"]", b"</", b"<", b"/", b">")
+        CLOSING[:] = [EOS, *(i for i in range(self.limits.vocab_size) if self.tokenizer.token_bytes(i) in marks)]
         self._step_seconds = step_seconds
         self._outputs: list[Output] = []
         self._ended: list[Output] = []

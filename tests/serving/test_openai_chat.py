@@ -1,0 +1,501 @@
+"""Chat completions through OpenAI's own client, against a live server with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from in_process import say
+from markup import call, calls
+from pydantic import BaseModel
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+OFF = {"thinking": {"type": "disabled"}}
+
+
+def chat(client: Any, said: str, **more: Any) -> Any:
+    extra = {**OFF, **more.pop("extra", {})} if more.pop("thinking", False) is False else more.pop("extra", {})
+    return client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": said}], extra_body=extra, **more
+    )
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["Hi", "안녕하세요", "👨‍👩‍👧‍👦 family", "a\n\nb", "<b>bold</b>", '"quoted" \\ back', "tab\tnul-free", " "])
+@pytest.mark.parametrize("stream", [False, True])
+def test_text(openai_client: Any, text: str, stream: bool) -> None:
+    answer = chat(openai_client, say(text), stream=stream)
+    if stream:
+        chunks = list(answer)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+        assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["stop"]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert len({chunk.id for chunk in chunks}) == 1
+        assert all(chunk.usage is None for chunk in chunks)
+    else:
+        choice = answer.choices[0]
+        assert (choice.message.content, choice.finish_reason, choice.message.role) == (text, "stop", "assistant")
+        assert answer.object == "chat.completion"
+        assert answer.model == "tiny"
+        assert answer.id.startswith("chatcmpl-")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_apart(openai_client: Any, stream: bool) -> None:
+    answer = chat(openai_client, say("I weigh it.</think>Forty-two."), thinking=True, stream=stream)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in answer]
+        reasoning = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+        content = "".join(delta.content or "" for delta in deltas)
+    else:
+        reasoning, content = answer.choices[0].message.reasoning_content, answer.choices[0].message.content
+    assert (reasoning, content) == ("I weigh it.", "Forty-two.")
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        {"thinking": {"type": "disabled"}},
+        {"chat_template_kwargs": {"thinking": False}},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"reasoning_effort": "none"},
+    ],
+)
+def test_thinking_switched_off(openai_client: Any, switch: dict[str, Any]) -> None:
+    answer = chat(openai_client, say("no reasoning here"), thinking=True, extra=switch)
+    assert answer.choices[0].message.content == "no reasoning here"
+    assert getattr(answer.choices[0].message, "reasoning_content", None) is None
+
+
+@pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh", "max"])
+def test_efforts(openai_client: Any, effort: Any) -> None:
+    answer = chat(openai_client, say("r</think>c"), thinking=True, reasoning_effort=effort)
+    assert answer.choices[0].message.reasoning_content == "r"
+    plain = chat(openai_client, say("r</think>c"), thinking=True, reasoning_effort="low")
+    more = answer.usage.prompt_tokens - plain.usage.prompt_tokens
+    assert (more > 0) == (effort not in ("minimal", "low"))
+
+
+def test_usage_counts_every_token(openai_client: Any) -> None:
+    answer = chat(openai_client, say(pieces=["one", "</think>", "two"]), thinking=True)
+    usage = answer.usage
+    reasoning, answered = (
+        openai_client.post("/../tokenize", body={"prompt": text, "add_special_tokens": False}, cast_to=dict)["count"]
+        for text in ("one", "two")
+    )
+    assert usage.completion_tokens_details.reasoning_tokens == reasoning
+    assert usage.completion_tokens == reasoning + answered + 2  # </think> and the end token
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
+@pytest.mark.parametrize("cached", [0, 5])
+def test_cached_tokens(openai_client: Any, cached: int) -> None:
+    answer = chat(openai_client, say("x", cached=cached))
+    assert answer.usage.prompt_tokens_details.cached_tokens == cached
+
+
+def test_stream_usage_only_when_asked(openai_client: Any) -> None:
+    chunks = list(chat(openai_client, say("Hi"), stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens >= 2
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+# ---- ends -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_length(openai_client: Any, name: str, count: int) -> None:
+    answer = chat(openai_client, say("a b c d e f g"), **{name: count})
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == count
+
+
+@pytest.mark.parametrize("stop", ["END", ["END"], ["zzz", "END"], ["D", "END"]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop(openai_client: Any, stop: Any, stream: bool) -> None:
+    answer = chat(openai_client, say(pieces=["before E", "N", "Dafter"]), stop=stop, stream=stream)
+    if stream:
+        chunks = list(answer)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
+    assert reason == "stop"
+    assert text == ("before EN" if "D" in stop and stop != "END" else "before ")
+
+
+def test_stop_is_not_looked_for_in_reasoning(openai_client: Any) -> None:
+    answer = chat(openai_client, say("an END here</think>and END there"), thinking=True, stop="END")
+    assert answer.choices[0].message.reasoning_content == "an END here"
+    assert answer.choices[0].message.content == "and "
+
+
+# ---- several answers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_n(openai_client: Any, stream: bool) -> None:
+    said = say(texts=["one", "two</think>", "three"])
+    answer = chat(openai_client, said, n=3, stream=stream, stream_options={"include_usage": True} if stream else openai.omit)
+    expected = ["one", "two", "three"]
+    if stream:
+        texts = ["", "", ""]
+        ends = []
+        for chunk in answer:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                ends += [choice.index] if choice.finish_reason else []
+        assert sorted(ends) == [0, 1, 2]
+    else:
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        texts = [choice.message.content for choice in answer.choices]
+    assert texts == expected
+
+
+# ---- tools ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_parallel_calls(openai_client: Any, stream: bool, thinking: bool) -> None:
+    text = ("Need both.</think>" if thinking else "") + "Looking." + calls(
+        call("get_weather", city="Rome", days=2), call("get_time")
+    )
+    answer = chat(openai_client, say(text), tools=[WEATHER, TIME], stream=stream, thinking=thinking)
+    if stream:
+        made: dict[int, dict[str, str]] = {}
+        reasons, text = [], ""
+        for chunk in answer:
+            choice = chunk.choices[0]
+            text += choice.delta.content or ""
+            reasons += [choice.finish_reason] if choice.finish_reason else []
+            for part in choice.delta.tool_calls or ():
+                one = made.setdefault(part.index, {"id": "", "name": "", "arguments": ""})
+                one["id"] += part.id or ""
+                one["name"] += part.function.name or ""
+                one["arguments"] += part.function.arguments or ""
+        found = [(one["name"], json.loads(one["arguments"])) for one in made.values()]
+        ids = [one["id"] for one in made.values()]
+        assert list(made) == [0, 1]
+    else:
+        message = answer.choices[0].message
+        found = [(one.function.name, json.loads(one.function.arguments)) for one in message.tool_calls]
+        ids, reasons, text = [one.id for one in message.tool_calls], [answer.choices[0].finish_reason], message.content
+        assert all(one.type == "function" for one in message.tool_calls)
+    assert found == [("get_weather", {"city": "Rome", "days": 2}), ("get_time", {})]
+    assert len(set(ids)) == 2
+    assert reasons == ["tool_calls"]
+    assert text == "Looking."
+
+
+def test_stream_helper_collects_calls(openai_client: Any) -> None:
+    with openai_client.chat.completions.stream(
+        model="tiny",
+        messages=[{"role": "user", "content": say(calls(call("get_weather", city="Oslo")))}],
+        tools=[WEATHER],
+        extra_body=OFF,
+    ) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.tool_calls[0].function.arguments == '{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"get_weather", "get_time"}),
+        ({"type": "function", "function": {"name": "get_time"}}, {"get_time"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "get_time"}}],
+                },
+            },
+            {"get_time"},
+        ),
+    ],
+)
+def test_forced_calls(openai_client: Any, choice: Any, names: set[str], thinking: bool) -> None:
+    """The script wants to chat; the grammar makes it call."""
+    said = say("Mulling.</think>I would rather talk." if thinking else "I would rather talk.")
+    answer = chat(openai_client, said, tools=[WEATHER, TIME], tool_choice=choice, thinking=thinking, max_tokens=2000, seed=3)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    for one in answer.choices[0].message.tool_calls:
+        assert one.function.name in names
+        json.loads(one.function.arguments)
+    if thinking:
+        assert answer.choices[0].message.reasoning_content == "Mulling."
+
+
+def test_tool_choice_none_hides_the_tools(openai_client: Any) -> None:
+    with_none = chat(openai_client, say("x"), tools=[WEATHER], tool_choice="none")
+    without = chat(openai_client, say("x"))
+    assert with_none.usage.prompt_tokens == without.usage.prompt_tokens
+    assert with_none.choices[0].message.tool_calls is None
+
+
+def test_one_call_when_parallel_calls_are_off(openai_client: Any) -> None:
+    said = say(calls(call("get_weather", city="Rome"), call("get_time")))
+    answer = chat(openai_client, said, tools=[WEATHER, TIME], parallel_tool_calls=False)
+    assert [one.function.name for one in answer.choices[0].message.tool_calls] == ["get_weather"]
+
+
+def test_strict_tools_keep_to_the_schema(openai_client: Any) -> None:
+    strict = json.loads(json.dumps(WEATHER))
+    strict["function"]["strict"] = True
+    said = say(calls(call("get_weather", town="Rome", days="many")))
+    answer = chat(openai_client, said, tools=[strict], seed=1, max_tokens=4000)
+    for one in answer.choices[0].message.tool_calls or ():
+        arguments = json.loads(one.function.arguments)
+        assert set(arguments) <= {"city", "days"}
+        assert isinstance(arguments["city"], str)
+
+
+def test_a_tool_conversation_round_trip(openai_client: Any) -> None:
+    first = chat(openai_client, say(calls(call("get_weather", city="Rome"))), tools=[WEATHER])
+    message = first.choices[0].message
+    second = openai_client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "user", "content": "Weather?"},
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sun"},
+            {"role": "user", "content": say("Sunny.")},
+        ],
+        tools=[WEATHER],
+        extra_body=OFF,
+    )
+    assert second.choices[0].message.content == "Sunny."
+
+
+# ---- form -----------------------------------------------------------------------------------------------------------
+
+
+class Event(BaseModel):
+    name: str
+    year: int
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_parsed_into_a_model(openai_client: Any, thinking: bool, stream: bool) -> None:
+    said = say(("Hm.</think>" if thinking else "") + '{"name": "fair", "year": 1999}')
+    arguments: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": said}],
+        "response_format": Event,
+        "extra_body": {} if thinking else OFF,
+    }
+    if stream:
+        with openai_client.chat.completions.stream(**arguments) as events:
+            parsed = events.get_final_completion().choices[0].message.parsed
+    else:
+        parsed = openai_client.chat.completions.parse(**arguments).choices[0].message.parsed
+    assert parsed == Event(name="fair", year=1999)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_json_object(openai_client: Any, temperature: float) -> None:
+    answer = chat(
+        openai_client,
+        say('Sure! {"a": [1, {"b": null}]}'),
+        response_format={"type": "json_object"},
+        temperature=temperature,
+        seed=5,
+        max_tokens=3000,
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content), dict)
+
+
+def test_regex_and_choice(openai_client: Any) -> None:
+    regex = {"response_format": {"type": "regex", "regex": "[0-9]{3}-[a-f]{2}"}}
+    answer = chat(openai_client, say("not that"), extra=regex, seed=2)
+    assert __import__("re").fullmatch("[0-9]{3}-[a-f]{2}", answer.choices[0].message.content)
+    choices = {"response_format": {"type": "choice", "choices": ["yes", "no", "naïve"]}}
+    answer = chat(openai_client, say("perhaps"), extra=choices, seed=2)
+    assert answer.choices[0].message.content in ("yes", "no", "naïve")
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top", [None, 0, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(openai_client: Any, top: int | None, stream: bool) -> None:
+    more = {} if top is None else {"top_logprobs": top}
+    answer = chat(openai_client, say(pieces=["Rea", "son", "</think>", "An", "swer"]), thinking=True, logprobs=True, stream=stream, **more)
+    if stream:
+        entries = [one for chunk in answer for one in ((chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or ())]
+    else:
+        entries = answer.choices[0].logprobs.content
+        assert answer.choices[0].logprobs.reasoning_content
+    assert "".join(one.token for one in entries) == "Answer"
+    for one in entries:
+        assert one.logprob in (-0.5, -9999.0)
+        assert bytes(one.bytes).decode() == one.token
+        assert len(one.top_logprobs) == (top or 0)
+
+
+def test_no_logprobs_unless_asked(openai_client: Any) -> None:
+    assert chat(openai_client, say("x")).choices[0].logprobs is None
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+def test_roles_and_parts(openai_client: Any) -> None:
+    answer = openai_client.chat.completions.create(
+        model="tiny",
+        messages=[
+            {"role": "developer", "content": "Be kind."},
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": [{"type": "text", "text": "Hello"}, {"type": "text", "text": say("Hi!")}]},
+        ],
+        extra_body=OFF,
+    )
+    assert answer.choices[0].message.content == "Hi!"
+
+
+def test_prefix_is_continued(openai_client: Any) -> None:
+    answer = openai_client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": say(" and so on")}, {"role": "assistant", "content": "Once", "prefix": True}],
+        extra_body=OFF,
+    )
+    assert answer.choices[0].message.content == " and so on"
+
+
+def test_async_client(live: Any) -> None:
+    import asyncio
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            asked = [
+                client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": say(f"answer {i}")}], extra_body=OFF
+                )
+                for i in range(20)
+            ]
+            return [one.choices[0].message.content for one in await asyncio.gather(*asked)]
+
+    assert asyncio.run(ask()) == [f"answer {i}" for i in range(20)]
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"presence_penalty": 9}, "presence_penalty"),
+        ({"frequency_penalty": -9}, "frequency_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 100000}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({"seed": 2**70}, "seed"),
+        ({"seed": "one"}, "seed"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice.function.name"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}}, "response_format"),
+        ({"store": True}, "store"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"reasoning_effort": "enormous"}, "reasoning_effort"),
+        ({"extra": {"response_format": {"type": "regex", "regex": "("}}}, "response_format"),
+        ({"extra": {"no_such_field": 1}}, "no_such_field"),
+        ({"extra": {"top_k": -2}}, "top_k"),
+        ({"extra": {"min_p": 1}}, "min_p"),
+        ({"extra": {"min_tokens": 5, "stop": "x"}}, "min_tokens"),
+        ({"extra": {"stop_token_ids": [99999]}}, "stop_token_ids"),
+        ({"extra": {"reasoning_effort": "high"}}, "reasoning_effort"),
+    ],
+)
+def test_bad_fields_are_named(openai_client: Any, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(openai_client, say("x"), **more)
+    assert caught.value.param == param
+    assert param.split(".")[0].split("[")[0] in caught.value.message
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "poet", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x", "name": "bob"}], "messages[0].name"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}], "messages[0].content[0]"),
+        ([{"role": "system", "content": "x"}], "messages"),
+        ([{"role": "tool", "tool_call_id": "q", "content": "x"}], "messages"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "messages"),
+        ([{"role": "user", "content": "word " * 9000}], "messages"),
+    ],
+)
+def test_bad_messages_are_named(openai_client: Any, messages: Any, param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        openai_client.chat.completions.create(model="tiny", messages=messages, extra_body=OFF)
+    assert caught.value.param == param
+
+
+def test_another_model_is_not_found(openai_client: Any) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        openai_client.chat.completions.create(model="gpt-9", messages=[{"role": "user", "content": "x"}])
+    assert caught.value.param == "model"
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failing_generation_says_nothing_of_the_machine(openai_client: Any, stream: bool) -> None:
+    said = say("some words that come", fail=2)
+    with pytest.raises(openai.APIError) as caught:
+        answer = chat(openai_client, said, stream=stream)
+        list(answer)
+    assert "secret" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_abort_ends_a_stream(openai_client: Any, live: Any) -> None:
+    stream = chat(openai_client, say("word ", repeat=4000, wait=0), stream=True, max_tokens=7000)
+    first = next(iter(stream))
+    answer = openai_client.post("/../abort", body={"request_id": first.id}, cast_to=dict)
+    assert answer == {"aborted": 1}
+    with pytest.raises(openai.APIError):
+        for _ in stream:
+            pass
