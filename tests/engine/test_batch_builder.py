@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halocline.engine.batch import Batch
+from halocline.engine.graphs import RerunCapture
 from halocline.hal.ops.batch import BatchMetadata
 
 Make = Callable[..., Any]
@@ -82,8 +83,6 @@ class Recorded:
 @pytest.mark.parametrize("graphs", [(), (1, 3, 4)])
 def test_every_number_of_every_step(make_bench: Make, prompt_of: Prompt, graphs: tuple[int, ...]) -> None:
     """Lengths far apart come and go in both orders, so anything stale in a buffer would show."""
-    from halocline.engine.graphs import RerunCapture
-
     bench = make_bench(graph_sizes=graphs, capture=RerunCapture() if graphs else None, num_snapshots=2)
     recorded = Recorded(bench)
     for lengths in ((300, 5, 40, 1), (2, 290, 7, 33, 300), (300, 300, 2)):
@@ -126,6 +125,28 @@ def test_addresses_never_change(make_bench: Make, prompt_of: Prompt) -> None:
         kinds.setdefault(step.num_tokens == step.num_decode_tokens, set()).add(pointers)
     assert len(recorded.steps) >= 50
     assert [len(kinds[decode]) for decode in (False, True)] == [1, 1]
+
+
+@pytest.mark.parametrize("graphs", [(), (2, 4)])
+def test_no_step_reads_what_the_last_one_left(
+    make_bench: Make, prompt_of: Prompt, oracle: Callable[..., list[int]], graphs: tuple[int, ...]
+) -> None:
+    """Garbage fills all buffers of a step, padded rows among them, before each step is built."""
+    bench = make_bench(graph_sizes=graphs, capture=RerunCapture() if graphs else None)
+    builder = bench.engine.runner.builder
+    build = builder.build
+
+    def after_garbage(batch: Batch, *, padded: int | None = None) -> BatchMetadata:
+        for buffers in (builder.decode, builder.mixed):
+            for tensor in buffers.tensors.values():
+                tensor.random_(0, 100)
+        return build(batch, padded=padded)
+
+    builder.build = after_garbage
+    requests = [bench.add(prompt_of(length), max_tokens=12) for length in (1, 64, 290)]
+    bench.engine.run()
+    for length, request in zip((1, 64, 290), requests, strict=True):
+        assert request.output_ids == oracle(prompt_of(length), 12)
 
 
 # ---- allocations --------------------------------------------------------------------------------------------------
