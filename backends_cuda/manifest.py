@@ -112,11 +112,12 @@ def _triton(
     semantics: Mapping[str, tuple[str, ...]] | None = None,
     traits: Mapping[str, tuple[object, ...]] | None = None,
     prepare: str = "",
+    status: Status = "not_run",
 ) -> KernelSpec:
     """A portable kernel: it serves where no library does, on both vendors."""
     return _row(
         op, "triton", TRITON, 20, compute=compute, weights=weights, semantics=semantics, traits=traits, prepare=prepare,
-        jit=True,
+        jit=True, status=status,
     )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ _ATTENTION = (
     _triton("attention.prepare_query", semantics=_ROPE),
     _row(
         "attention.sparse_decode", "flashmla", FLASHMLA, 80, archs=_HOPPER_UP, traits=_UP_TO_128_HEADS,
-        semantics={**_SINK, **_LATENT}, workspace="split buffers of (132 + batch) * heads * 2 KB a call",
+        status="not_run", semantics={**_SINK, **_LATENT}, workspace="split buffers of (132 + batch) * heads * 2 KB a call",
     ),
     _row(
         "attention.sparse_decode", "flashinfer_trtllm", FLASHINFER, 60, archs=_BLACKWELL, traits=_UP_TO_128_HEADS,
@@ -133,14 +134,14 @@ _ATTENTION = (
     ),
     _triton("attention.sparse_decode", semantics={**_SINK, **_CACHES}),
     _row(
-        "attention.sparse_prefill", "flashmla", FLASHMLA, 80, archs=_HOPPER_UP,
+        "attention.sparse_prefill", "flashmla", FLASHMLA, 80, archs=_HOPPER_UP, status="not_run",
         traits={**_UP_TO_128_HEADS, "prefill_layout": ("ragged",)}, semantics={**_SINK, **_LATENT},
         workspace="bf16 rows of the requests of a chunk",
     ),
     _triton("attention.sparse_prefill", semantics={**_SINK, **_CACHES}, traits={"prefill_layout": ("paged", "ragged")}),
     _row(
         "attention.output", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, weights=("fp8_block",), jit=True,
-        semantics={**_ROPE, "fp8_dialect": ("ocp",)}, prepare="attention_deep_gemm:prepare_output_deep_gemm",
+        status="not_run", semantics={**_ROPE, "fp8_dialect": ("ocp",)}, prepare="attention_deep_gemm:prepare_output_deep_gemm",
     ),
     _triton(
         "attention.output", weights=_PLAIN_AND_FP8, semantics={**_ROPE, "fp8_dialect": ("ocp", "none")},
@@ -149,14 +150,14 @@ _ATTENTION = (
 )  # fmt: skip
 
 _CACHE = (
-    _row("kv_cache.allocate", "torch", (), 20, compute=_ANY),
+    _row("kv_cache.allocate", "torch", (), 20, compute=_ANY, status="not_run"),
     _row(
         "kv_cache.insert_window", "sgl_kernel", SGL_KERNEL, 60, archs=_HOPPER_UP, semantics={**_ROPE, **_LATENT},
     ),
     _triton("kv_cache.insert_window", semantics={**_ROPE, **_CACHES}),
     _triton("kv_cache.read_rows", semantics=_CACHES),
     _triton("kv_cache.write_rows", semantics=_CACHES),
-    _row("compressor.allocate_state", "torch", (), 20, compute=_ANY),
+    _row("compressor.allocate_state", "torch", (), 20, compute=_ANY, status="not_run"),
     _triton("compressor.insert", semantics={**_ROPE, **_CACHES}, traits={"ratio": (4, 128)}),
 )  # fmt: skip
 
@@ -170,7 +171,7 @@ _INDEXER = (
         semantics={**_ROPE, "index_query": ("none", "fp4_group32", "fp8_row"), "fp8_dialect": ("ocp", "none")},
     ),
     _row(
-        "indexer.logits", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, semantics=_INDEX, jit=True,
+        "indexer.logits", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, status="not_run", semantics=_INDEX, jit=True,
         traits={"index_heads": (32, 64), "index_width": (32, 64, 128)},
     ),
     _triton("indexer.logits", semantics=_CACHES),
@@ -182,12 +183,12 @@ _INDEXER = (
 _STREAMS = (
     _row(
         "hyper_connection.read", "flashinfer", FLASHINFER, 60, requires=DEEP_GEMM[:1], archs=_HOPPER_UP,
-        traits={"num_streams": (4,)}, jit=True,
+        status="not_run", traits={"num_streams": (4,)}, jit=True,
     ),
     _triton("hyper_connection.read"),
     _row(
         "hyper_connection.write", "flashinfer", FLASHINFER, 60, archs=_HOPPER_UP, traits={"num_streams": (4,)},
-        jit=True,
+        status="not_run", jit=True,
     ),
     _triton("hyper_connection.write"),
     _triton("hyper_connection.head"),
@@ -199,15 +200,15 @@ _STREAMS = (
 _DENSE = (
     _row(
         "gemm.linear", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, weights=_PLAIN_AND_FP8, semantics=_LINEAR,
-        prepare="gemm_deep_gemm:prepare_linear_deep_gemm", jit=True,
+        status="not_run", prepare="gemm_deep_gemm:prepare_linear_deep_gemm", jit=True,
     ),
     _triton(
         "gemm.linear", weights=(*_PLAIN_AND_FP8, "mxfp4", "nvfp4"), semantics=_LINEAR,
         prepare="gemm_triton:prepare_linear_triton",
     ),
-    _row("collective.all_gather", "nccl", (), 60, compute=_ANY),
-    _row("collective.all_reduce", "nccl", (), 60, compute=_ANY),
-    _triton("sampling.sample"),
+    _row("collective.all_gather", "nccl", (), 60, compute=_ANY, status="not_run"),
+    _row("collective.all_reduce", "nccl", (), 60, compute=_ANY, status="not_run"),
+    _triton("sampling.sample", status="planned"),
 )  # fmt: skip
 
 
@@ -219,11 +220,12 @@ def _experts(
     a2a: tuple[str, ...],
     archs: tuple[str, ...] = _HOPPER_UP,
     known_bad: tuple[KnownBad, ...] = (),
+    status: Status = "planned",
 ) -> KernelSpec:
     """A runner of the routed experts, keyed by weight format, all-to-all kind and architecture."""
     return _row(
         "moe.experts", runner, providers, rank, archs=archs, weights=weights, traits={"a2a": a2a}, semantics=_EXPERTS,
-        prepare=f"moe_{runner}:prepare_experts_{runner}", jit=True, known_bad=known_bad,
+        prepare=f"moe_{runner}:prepare_experts_{runner}", jit=True, known_bad=known_bad, status=status,
     )  # fmt: skip
 
 
@@ -231,7 +233,7 @@ _MIXTURE = (
     _triton("moe.route_by_hash", semantics={"scoring": ("sqrtsoftplus",)}),
     _triton("moe.route_by_score", semantics={"scoring": ("sqrtsoftplus",)}),
     _triton("moe.swiglu", semantics={"swiglu_clamp": ("gate_above_up_both",)}),
-    _experts("triton_kernels", TRITON_KERNELS, 70, ("mxfp4",), ("none",), _HOPPER),
+    _experts("triton_kernels", TRITON_KERNELS, 70, ("mxfp4",), ("none",), _HOPPER, status="not_run"),
     _experts("humming", HUMMING, 65, ("mxfp4", "fp8_block"), ("none", "deepep"), _HOPPER),
     _experts("deep_gemm", DEEP_GEMM, 60, ("fp8_block",), ("none", "deepep")),
     # Its SM90 extension takes about 45 minutes to build: only where it comes prebuilt, by name.
@@ -239,11 +241,20 @@ _MIXTURE = (
     _experts("flashinfer_mxfp4", FLASHINFER, 55, ("mxfp4",), ("none", "flashinfer")),
     _experts("flashinfer_trtllm", FLASHINFER, 75, ("mxfp4", "fp8_block", "nvfp4"), ("none", "flashinfer"), _BLACKWELL),
     _experts("marlin", SGLANG, 50, ("mxfp4",), ("none",), ("sm_80", "sm_86", "sm_89", "sm_90")),
-    _experts("triton", TRITON, 20, ("mxfp4", "fp8_block", "nvfp4", "bfloat16"), ("none", "deepep", "flashinfer"), _ALL),
+    _experts(
+        "triton",
+        TRITON,
+        20,
+        ("mxfp4", "fp8_block", "nvfp4", "bfloat16"),
+        ("none", "deepep", "flashinfer"),
+        _ALL,
+        status="not_run",
+    ),
 )
 
 MANIFEST = Manifest(
     name="cuda",
     vendor="nvidia",
+    runtime=f"{_HOME}.runtime:RUNTIME",
     specs=(*_ATTENTION, *_CACHE, *_INDEXER, *_STREAMS, *_DENSE, *_MIXTURE),
 )

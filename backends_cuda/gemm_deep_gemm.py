@@ -1,0 +1,58 @@
+"""Dense products: FP8 blocks by DeepGEMM, plain matrices by cuBLAS. T rows, K lanes in, N lanes out."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from halocline.backends_cuda.gemm_triton import TritonWeight, multiply_groups, prepare_weight
+from halocline.backends_cuda.manifest import DEEP_GEMM
+from halocline.hal.errors import ShapeError
+from halocline.hal.formats import Weight
+from halocline.hal.op import implements
+from halocline.hal.ops.gemm import PreparedWeight, linear, prepare_linear
+from halocline.hal.runtime import import_provider
+from halocline.kernels_portable.quantize_activation import quantize_activation
+
+__all__ = ["deep_gemm", "linear_deep_gemm", "prepare_linear_deep_gemm"]
+
+
+def deep_gemm() -> Any:
+    """The library that selection chose, imported."""
+    return import_provider(DEEP_GEMM)
+
+
+@implements(prepare_linear)
+def prepare_linear_deep_gemm(weight: Weight, *, activation: Literal["none", "fp8_group128"]) -> PreparedWeight:
+    """See the contract. Weights stay as the checkpoint has them; scales become float32."""
+    return prepare_weight(weight, activation=activation)
+
+
+@implements(linear)
+def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """See the contract. DeepGEMM gives bfloat16; other results of FP8 weights come from the portable kernel."""
+    assert isinstance(weight, TritonWeight)
+    if x_TK.shape[-1] != weight.shape[-1]:
+        raise ShapeError(f"rows of {x_TK.shape[-1]} lanes against a weight of shape {weight.shape}")
+    out_dtype = out_dtype or x_TK.dtype
+    if weight.scale is None:
+        return _plain(x_TK, weight.data, out_dtype)
+    if out_dtype != torch.bfloat16 or not weight.rounds_input:
+        return multiply_groups(x_TK, weight, 1, out_dtype=out_dtype)
+    out_TN = torch.empty((x_TK.shape[0], weight.shape[0]), dtype=out_dtype, device=x_TK.device)
+    if x_TK.shape[0]:
+        rows = quantize_activation(x_TK, fp8_dialect="ocp")
+        deep_gemm().fp8_gemm_nt(rows, (weight.data, weight.scale), out_TN, disable_ue8m0_cast=True)
+    return out_TN
+
+
+def _plain(x_TK: Tensor, matrix_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """bfloat16 operands are multiplied as such, with float32 sums; anything else in float32."""
+    if x_TK.dtype == matrix_NK.dtype == torch.bfloat16:
+        if out_dtype == torch.float32 and x_TK.is_cuda:
+            return torch.mm(x_TK, matrix_NK.T, out_dtype=torch.float32)
+        if out_dtype == torch.bfloat16:
+            return x_TK @ matrix_NK.T
+    return (x_TK.float() @ matrix_NK.float().T).to(out_dtype)

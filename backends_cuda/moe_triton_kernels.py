@@ -1,0 +1,147 @@
+"""MXFP4 experts by the package triton_kernels (0.4.5's API). Shapes as in `halocline.hal.ops.moe`.
+
+Weights go into the library's layouts for Hopper, once, at load. Its fused activation is another model's, so that ours
+runs between the two products; the routing weight is applied there, not in the sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from halocline.backends_cuda.manifest import TRITON_KERNELS
+from halocline.backends_cuda.moe_triton import check_stacks
+from halocline.hal.errors import ShapeError
+from halocline.hal.formats import Weight, WeightFormat
+from halocline.hal.op import implements
+from halocline.hal.ops.moe import PreparedExperts, Routing, experts, prepare_experts
+from halocline.hal.runtime import import_provider
+from halocline.kernels_portable.quantize_activation import round_activation
+from halocline.kernels_portable.swiglu import swiglu
+
+__all__ = ["TritonKernelsExperts", "experts_triton_kernels", "prepare_experts_triton_kernels"]
+
+
+@functools.cache
+def _library() -> Any:
+    """The names that are used, with the library told once to keep a product's sum in one place."""
+    import_provider(TRITON_KERNELS)
+    products = import_module("triton_kernels.matmul_ogs")
+    tensors = import_module("triton_kernels.tensor")
+    import_module("triton_kernels.matmul_ogs_details.opt_flags").update_opt_flags_constraints({"split_k": 1})
+    return SimpleNamespace(
+        products=products,
+        tensors=tensors,
+        layouts=import_module("triton_kernels.tensor_details.layout"),
+        plain=import_module("triton_kernels.numerics").InFlexData,
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TritonKernelsExperts:
+    """Experts in the library's layouts: tensors of its own type and what it calls the precision of a product."""
+
+    num_experts: int
+    hidden: int
+    rounds_input: bool
+    gate_up: Any
+    gate_up_precision: Any
+    down: Any
+    down_precision: Any
+
+
+def _convert(weight: Weight) -> tuple[Any, Any]:
+    """A stack (experts, out, in) as the library wants it: K first, codes and scales in their Hopper layouts."""
+    if weight.format is not WeightFormat.MXFP4 or weight.scale is None:
+        raise ShapeError(f"experts in {weight.format.value}: triton_kernels is bound for mxfp4")
+    library = _library()
+    convert, wrap = library.tensors.convert_layout, library.tensors.wrap_torch_tensor
+    layout, options = library.layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+    scale_layout, scale_options = library.layouts.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+    codes = weight.data.contiguous().view(torch.uint8).transpose(-2, -1)
+    scales = weight.scale.contiguous().view(torch.uint8).transpose(-2, -1)
+    data = convert(wrap(codes, dtype=library.tensors.FP4), layout, **options)
+    scale = convert(wrap(scales), scale_layout, **scale_options)
+    products = library.products
+    flex = products.FlexCtx(rhs_data=library.plain())
+    return data, products.PrecisionConfig(weight_scale=scale, flex_ctx=flex)
+
+
+@implements(prepare_experts)
+def prepare_experts_triton_kernels(
+    gate_up: Weight, down: Weight, *, activation: Literal["none", "fp8_group128"]
+) -> PreparedExperts:
+    """See the contract."""
+    check_stacks(gate_up, down)
+    gate_up_data, gate_up_precision = _convert(gate_up)
+    down_data, down_precision = _convert(down)
+    return TritonKernelsExperts(
+        num_experts=gate_up.shape[0],
+        hidden=gate_up.shape[-1],
+        rounds_input=activation == "fp8_group128",
+        gate_up=gate_up_data,
+        gate_up_precision=gate_up_precision,
+        down=down_data,
+        down_precision=down_precision,
+    )
+
+
+@implements(experts)
+def experts_triton_kernels(x_TD: Tensor, routing: Routing, weights: PreparedExperts, *, limit: float) -> Tensor:
+    """See the contract."""
+    assert isinstance(weights, TritonKernelsExperts)
+    if x_TD.shape[-1] != weights.hidden:
+        raise ShapeError(f"rows of {x_TD.shape[-1]} lanes for experts of {weights.hidden}")
+    num_tokens, num_chosen = routing.ids_TK.shape
+    if not num_tokens:
+        return torch.empty_like(x_TD)
+    library = _library()
+    products, num_pairs = library.products, num_tokens * num_chosen
+    # An id of -1 is served by some expert with weight 0: the library has no other way to leave a pair out.
+    ids_P = routing.ids_TK.flatten().clamp_min(0).long()
+    weights_P = torch.where(routing.ids_TK < 0, 0.0, routing.weights_TK).flatten()
+    order_P = torch.argsort(ids_P, stable=True)
+    inverse_P = torch.empty_like(order_P)
+    inverse_P[order_P] = torch.arange(num_pairs, device=x_TD.device)
+    counts_E = torch.zeros((weights.num_experts,), dtype=torch.int32, device=x_TD.device)
+    counts_E.scatter_add_(0, ids_P, torch.ones_like(ids_P, dtype=torch.int32))
+    gates_P = weights_P[order_P].contiguous()
+    order, inverse = order_P.int(), inverse_P.int()
+    routed = products.RoutingData(
+        gates_P,
+        counts_E,
+        weights.num_experts,
+        num_chosen,
+        library.tensors.make_ragged_tensor_metadata(counts_E, num_pairs),
+    )
+    gate_up_PI2 = products.matmul_ogs(
+        round_activation(x_TD) if weights.rounds_input else x_TD.contiguous(),
+        weights.gate_up,
+        None,
+        routed,
+        gather_indx=products.GatherIndx(src_indx=order, dst_indx=inverse),
+        precision_config=weights.gate_up_precision,
+    )
+    activated = swiglu(
+        gate_up_PI2,
+        limit=limit,
+        weights_P=gates_P,
+        ids_P=torch.zeros((num_pairs,), dtype=torch.int32, device=x_TD.device),
+        dtype=x_TD.dtype,
+        rounding="values" if weights.rounds_input else "none",
+    )
+    out_TD: Tensor = products.matmul_ogs(
+        activated.rows_PI,
+        weights.down,
+        None,
+        routed,
+        scatter_indx=products.ScatterIndx(src_indx=inverse, dst_indx=order),
+        precision_config=weights.down_precision,
+    )
+    return out_TD.view(num_tokens, weights.hidden)

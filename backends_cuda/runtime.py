@@ -1,0 +1,43 @@
+"""Runtime services of the NVIDIA backend: captured graphs in one memory pool, memory facts, waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["RUNTIME", "CudaRuntime"]
+
+
+class CudaRuntime:
+    """What the engine needs of the device of this process beside kernels.
+
+    All graphs share one pool: they never run at the same time, so that the memory of the largest serves the others.
+    """
+
+    def __init__(self) -> None:
+        self._pool: tuple[int, int] | None = None
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Records what `run` launches; the result launches it again on the same buffers.
+
+        Args:
+            run: Uses only buffers that keep their addresses. It has been run before, so nothing is compiled in it.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device."""
+        return torch.cuda.mem_get_info()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done what was launched."""
+        torch.cuda.synchronize()
+
+
+RUNTIME = CudaRuntime()
