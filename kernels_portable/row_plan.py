@@ -29,14 +29,14 @@ def _plan_window_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     request = tl.load(requests_ptr + token).to(tl.int64)
-    present = (position >= 0) & (request >= 0)
+    last = tl.where(request >= 0, position, -1)
     place = tl.arange(0, WINDOW_BLOCK)
     seen = tl.maximum(position - (WINDOW - 1), 0) + place
     row = tl.maximum(request, 0) * pages_stride
-    slots = _slots(seen, present & (seen <= position) & (place < WINDOW), pages_ptr, row, UNIT)
+    slots = _slots(seen, (seen <= last) & (place < WINDOW), pages_ptr, row, UNIT)
     tl.store(slots_ptr + token * slots_stride + place, slots, mask=place < WINDOW)
     tl.store(lengths_ptr + token, tl.minimum(tl.maximum(position + 1, 0), WINDOW))
-    own = _slots(tl.maximum(position, 0), present, pages_ptr, row, UNIT)
+    own = tl.max(tl.where((seen == position) & (place < WINDOW), slots, -1), axis=0)
     tl.store(own_ptr + token, own.to(tl.int64))
 
 
@@ -52,9 +52,10 @@ def _plan_blocks_kernel(
     if LISTED:
         request = tl.load(requests_ptr + token).to(tl.int64)
         row = tl.maximum(request, 0) * pages_stride
+        listed = tl.where(request >= 0, visible, 0)
         for start in range(0, num_entries, BLOCK):
             entries = start + tl.arange(0, BLOCK)
-            slots = _slots(entries, (entries < visible) & (request >= 0), pages_ptr, row, UNIT)
+            slots = _slots(entries, entries < listed, pages_ptr, row, UNIT)
             tl.store(slots_ptr + token * slots_stride + entries, slots, mask=entries < num_entries)
 
 

@@ -13,6 +13,7 @@ from halocline.kernels_portable.dense_gemm import dense_gemm
 from halocline.kernels_portable.fp8_gemm import fp8_gemm
 from halocline.kernels_portable.gemm_tiles import GemmTiles, gemm_tiles
 from halocline.kernels_portable.inverse_rope import rotate_back, rotate_back_and_quantize
+from halocline.kernels_portable.linear_layer import StoredMatrices, float_scales, multiply, project_outputs
 from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.target import Target
 
@@ -190,3 +191,50 @@ def test_rotating_there_and_back_is_the_identity(
     table, positions = rope_table(64, 64), torch.tensor([0, 3, 40, 63], dtype=torch.int32)
     there = rotate(x, table, positions.long())
     torch.testing.assert_close(rotate_back(there, positions, table), x, rtol=1e-5, atol=1e-6)
+
+
+# ---- layers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "ocp", "fnuz"])
+def test_grouped_output_projection(
+    kind: str, rounds: bool, rotate: Callable[..., Tensor], rope_table: Callable[..., Tensor]
+) -> None:
+    tokens, heads, width, groups, rank = 3, 4, 128, 2, 24
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, heads, width, generator=gen)
+    positions, table = torch.tensor([0, 7, 40], dtype=torch.int32), rope_table(64, 64)
+    if kind == "plain":
+        weight = StoredMatrices(data=torch.randn(groups, rank, 256, generator=gen))
+        values, rounds = weight.data.double(), False
+    else:
+        codes, scales, values = _fp8_weight(groups, rank, 256, kind)
+        weight = StoredMatrices(data=codes, scale=scales, fp8_dialect=kind)  # type: ignore[arg-type]
+    found = project_outputs(x, positions, table, weight, rounds_input=rounds, target=H200, batch_invariant=False)
+    rotated = rotate(x, table, positions.long(), inverse=True).flatten(1)
+    rows = (_rounded(rotated) if rounds else rotated.double()).view(tokens, groups, 256)
+    expected = torch.einsum("tgk,grk->tgr", rows, values).flatten(1)
+    error = (found.double() - expected).norm() / expected.norm()
+    assert error < (3e-3 if rounds else 1e-6)  # a last bit of the rotation may move a lane to the next E4M3 step
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_linear_layers_round_only_what_fp8_multiplies(rounds: bool) -> None:
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    codes, scales, values = _fp8_weight(1, 64, 256, "ocp")
+    options = dict(rounds_input=rounds, out_dtype=torch.float32, target=MI300X, batch_invariant=True)
+    found = multiply(x, StoredMatrices(data=codes, scale=scales), **options)
+    expected = (_rounded(x) if rounds else x.double()) @ values[0].T
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=float(expected.abs().max()) * 1e-5)
+    plain = multiply(x, StoredMatrices(data=values.float()), **options)
+    torch.testing.assert_close(
+        plain.double(), x.double() @ values[0].T, rtol=1e-5, atol=float(expected.abs().max()) * 1e-5
+    )
+
+
+def test_scales_of_checkpoints_become_float32() -> None:
+    stored = torch.tensor([[1, 127, 130]], dtype=torch.uint8)
+    assert float_scales(stored).tolist() == [[2.0**-126, 1.0, 8.0]]
+    assert float_scales(stored.view(torch.float8_e8m0fnu)).tolist() == [[2.0**-126, 1.0, 8.0]]
+    assert float_scales(torch.tensor([[0.3]])).tolist() == torch.tensor([[0.3]]).tolist()
