@@ -66,7 +66,18 @@ class Bind:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn without its signal handlers: ours drain first.
+
+    Attributes:
+        ready_line: What the log says once connections are taken.
+    """
+
+    ready_line = ""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens, and says so."""
+        await super().startup(sockets)
+        logger.info("%s", self.ready_line)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,8 +116,8 @@ async def _serve(engine: EngineClient, config: ServerConfig, bind: Bind, sock: s
             return 0
         starting.result()
         server = _make_server(state)
+        server.ready_line = f"ready: {bind.url(sock)} serves {state.model.name}"
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        logger.info("ready: %s serves %s", bind.url(sock), state.model.name)
         await signals.first_of(serving)
         status = await _wind_down(state, signals)
         server.should_exit = True

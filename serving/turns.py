@@ -76,7 +76,7 @@ class Turn:
 
     Attributes:
         prompt: Rendered and encoded.
-        request: The recipe's request, from which its generators are made.
+        request: As the recipe converted it; its generators are made of this one.
         parsing: How the output is taken apart.
         grammar: Restriction of the output, or None.
     """
@@ -115,7 +115,7 @@ def make_turn(
     except RequestError as error:
         raise from_request_error(error, {"prompt": messages_field}) from error
     parsing = _parsing(converted.parsing_options, conversation, wishes)
-    return Turn(prompt=prompt, request=request, parsing=parsing, grammar=_grammar(wishes, prompter, parsing))
+    return Turn(prompt=prompt, request=converted, parsing=parsing, grammar=_grammar(wishes, prompter, parsing))
 
 
 def offered_tools(functions: Sequence[Mapping[str, Any]]) -> list[OfferedTool]:

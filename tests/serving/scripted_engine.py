@@ -38,7 +38,9 @@ CLOSING: list[int] = []
 class Output:
     """One output that is being said."""
 
-    def __init__(self, index: int, prompt: Sequence[int], params: SamplingParams, ids: list[int], script: Mapping[str, Any]) -> None:
+    def __init__(
+        self, index: int, prompt: Sequence[int], params: SamplingParams, ids: list[int], script: Mapping[str, Any]
+    ) -> None:
         self.index = index
         self.prompt = prompt
         self.params = params
@@ -83,7 +85,9 @@ class Output:
 class ScriptedEngine:
     """As `ServedEngine`."""
 
-    def __init__(self, folder: str, *, step_seconds: float = 0.0, max_tokens: int = 8192, start_error: str | None = None) -> None:
+    def __init__(
+        self, folder: str, *, step_seconds: float = 0.0, max_tokens: int = 8192, start_error: str | None = None
+    ) -> None:
         if start_error is not None:
             from halocline.hal.errors import MachineError
 
@@ -93,11 +97,18 @@ class ScriptedEngine:
         self.info = EngineInfo(
             limits=self.limits,
             prompts=PromptFacts(tokenizer=self.tokenizer.content, bos_id=0, model_name="scripted", effort="low"),
-            facts={"kernels": [{"op": "norm.rms_norm", "kernel": "reference", "source": "device default"}], "memory": {"total_bytes": 1 << 20}},
+            facts={
+                "kernels": [{"op": "norm.rms_norm", "kernel": "reference", "source": "device default"}],
+                "memory": {"total_bytes": 1 << 20},
+            },
             fingerprint="scripted-1",
         )
         marks = (b'"', b"}", b"]", b"</", b"<", b"/", b">")
-        CLOSING[:] = [EOS, *(i for i in range(self.limits.vocab_size) if self.tokenizer.token_bytes(i) in marks)]
+        CLOSING[:] = [
+            EOS,
+            self.tokenizer.control_id("｜DSML｜"),
+            *(i for i in range(self.limits.vocab_size) if self.tokenizer.token_bytes(i) in marks),
+        ]
         self._step_seconds = step_seconds
         self._outputs: list[Output] = []
         self._ended: list[Output] = []
@@ -108,7 +119,9 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self._outputs or self._ended)
 
-    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None) -> tuple[Output, ...]:
+    def add_request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
+    ) -> tuple[Output, ...]:
         del request_id
         admitted = admit(prompt_ids, params, self.limits)
         said = _SAY.findall(self.tokenizer.decode(prompt_ids))
@@ -184,7 +197,9 @@ class ScriptedEngine:
 
     def _logprob(self, params: SamplingParams, token: int) -> TokenLogprob:
         count = params.logprobs or 0
-        top = tuple(((token + i) % self.limits.vocab_size, -0.5 * (i + 1) if i < 2 else float("-inf")) for i in range(count))
+        top = tuple(
+            ((token + i) % self.limits.vocab_size, -0.5 * (i + 1) if i < 2 else float("-inf")) for i in range(count)
+        )
         return TokenLogprob(token_id=token, logprob=-0.5 if token % 2 else float("-inf"), top=top)
 
     def report(self) -> Mapping[str, Any]:

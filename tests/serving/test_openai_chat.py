@@ -23,7 +23,10 @@ WEATHER: dict[str, Any] = {
         },
     },
 }
-TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+TIME: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}},
+}
 OFF = {"thinking": {"type": "disabled"}}
 
 
@@ -37,7 +40,9 @@ def chat(client: Any, said: str, **more: Any) -> Any:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["Hi", "안녕하세요", "👨‍👩‍👧‍👦 family", "a\n\nb", "<b>bold</b>", '"quoted" \\ back', "tab\tnul-free", " "])
+@pytest.mark.parametrize(
+    "text", ["Hi", "안녕하세요", "👨‍👩‍👧‍👦 family", "a\n\nb", "<b>bold</b>", '"quoted" \\ back', "tab\tnul-free", " "]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_text(openai_client: Any, text: str, stream: bool) -> None:
     answer = chat(openai_client, say(text), stream=stream)
@@ -154,7 +159,9 @@ def test_stop_is_not_looked_for_in_reasoning(openai_client: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_n(openai_client: Any, stream: bool) -> None:
     said = say(texts=["one", "two</think>", "three"])
-    answer = chat(openai_client, said, n=3, stream=stream, stream_options={"include_usage": True} if stream else openai.omit)
+    answer = chat(
+        openai_client, said, n=3, stream=stream, stream_options={"include_usage": True} if stream else openai.omit
+    )
     expected = ["one", "two", "three"]
     if stream:
         texts = ["", "", ""]
@@ -176,8 +183,10 @@ def test_n(openai_client: Any, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("thinking", [False, True])
 def test_parallel_calls(openai_client: Any, stream: bool, thinking: bool) -> None:
-    text = ("Need both.</think>" if thinking else "") + "Looking." + calls(
-        call("get_weather", city="Rome", days=2), call("get_time")
+    text = (
+        ("Need both.</think>" if thinking else "")
+        + "Looking."
+        + calls(call("get_weather", city="Rome", days=2), call("get_time"))
     )
     answer = chat(openai_client, say(text), tools=[WEATHER, TIME], stream=stream, thinking=thinking)
     if stream:
@@ -238,7 +247,9 @@ def test_stream_helper_collects_calls(openai_client: Any) -> None:
 def test_forced_calls(openai_client: Any, choice: Any, names: set[str], thinking: bool) -> None:
     """The script wants to chat; the grammar makes it call."""
     said = say("Mulling.</think>I would rather talk." if thinking else "I would rather talk.")
-    answer = chat(openai_client, said, tools=[WEATHER, TIME], tool_choice=choice, thinking=thinking, max_tokens=2000, seed=3)
+    answer = chat(
+        openai_client, said, tools=[WEATHER, TIME], tool_choice=choice, thinking=thinking, max_tokens=2000, seed=3
+    )
     assert answer.choices[0].finish_reason == "tool_calls"
     for one in answer.choices[0].message.tool_calls:
         assert one.function.name in names
@@ -344,9 +355,18 @@ def test_regex_and_choice(openai_client: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(openai_client: Any, top: int | None, stream: bool) -> None:
     more = {} if top is None else {"top_logprobs": top}
-    answer = chat(openai_client, say(pieces=["Rea", "son", "</think>", "An", "swer"]), thinking=True, logprobs=True, stream=stream, **more)
+    answer = chat(
+        openai_client,
+        say(pieces=["Rea", "son", "</think>", "An", "swer"]),
+        thinking=True,
+        logprobs=True,
+        stream=stream,
+        **more,
+    )
     if stream:
-        entries = [one for chunk in answer for one in ((chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or ())]
+        entries = [
+            one for chunk in answer for one in ((chunk.choices[0].logprobs and chunk.choices[0].logprobs.content) or ())
+        ]
     else:
         entries = answer.choices[0].logprobs.content
         assert answer.choices[0].logprobs.reasoning_content
@@ -380,7 +400,10 @@ def test_roles_and_parts(openai_client: Any) -> None:
 def test_prefix_is_continued(openai_client: Any) -> None:
     answer = openai_client.chat.completions.create(
         model="tiny",
-        messages=[{"role": "user", "content": say(" and so on")}, {"role": "assistant", "content": "Once", "prefix": True}],
+        messages=[
+            {"role": "user", "content": say(" and so on")},
+            {"role": "assistant", "content": "Once", "prefix": True},
+        ],
         extra_body=OFF,
     )
     assert answer.choices[0].message.content == " and so on"
@@ -430,8 +453,14 @@ def test_async_client(live: Any) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "tool_choice.function.name"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}}, "response_format"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
+            "response_format",
+        ),
         ({"store": True}, "store"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"service_tier": "flex"}, "service_tier"),
@@ -461,7 +490,10 @@ def test_bad_fields_are_named(openai_client: Any, more: dict[str, Any], param: s
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "poet", "content": "x"}], "messages[0].role"),
         ([{"role": "user", "content": "x", "name": "bob"}], "messages[0].name"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}], "messages[0].content[0]"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}],
+            "messages[0].content[0]",
+        ),
         ([{"role": "system", "content": "x"}], "messages"),
         ([{"role": "tool", "tool_call_id": "q", "content": "x"}], "messages"),
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "messages"),

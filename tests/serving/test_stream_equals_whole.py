@@ -25,7 +25,25 @@ TOOLS = [
 # ---- the pieces of an answer: Hangul and joined emoji, stop strings, markup, what looks like markup -----------------
 
 WORDS = st.sampled_from(
-    ["Hi", " there", "\n", "\n\n", "안녕하세요", "👨‍👩‍👧‍👦", "é", "<", "</", "<b>", "2>&1", "</div>", "STOP", "ST", "OP", "｜", "DSML"]
+    [
+        "Hi",
+        " there",
+        "\n",
+        "\n\n",
+        "안녕하세요",
+        "👨‍👩‍👧‍👦",
+        "é",
+        "<",
+        "</",
+        "<b>",
+        "2>&1",
+        "</div>",
+        "STOP",
+        "ST",
+        "OP",
+        "｜",
+        "DSML",
+    ]
 )
 TEXTS = st.lists(WORDS, max_size=6).map("".join)
 VALUES = st.one_of(TEXTS, st.integers(-5, 5), st.booleans(), st.lists(st.integers(0, 9), max_size=3))
@@ -150,7 +168,9 @@ def test_the_cut_into_tokens_and_steps_does_not_matter(inside: Any, script: dict
     }
 
     said = [say(pieces=script["pieces"], per_step=script["per_step"]), say(pieces=again)]
-    found = [inside.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": one}]}) for one in said]
+    found = [
+        inside.post("/v1/chat/completions", {**body, "messages": [{"role": "user", "content": one}]}) for one in said
+    ]
     first, second = (one.json()["choices"][0] for one in found)
     for choice in (first, second):
         for one in choice["message"].get("tool_calls") or ():
@@ -158,7 +178,9 @@ def test_the_cut_into_tokens_and_steps_does_not_matter(inside: Any, script: dict
     assert first == second
 
 
-@given(pieces=st.lists(WORDS, max_size=8), per_step=st.integers(1, 4), stop=st.sampled_from([None, "STOP", ["OP", "é"]]))
+@given(
+    pieces=st.lists(WORDS, max_size=8), per_step=st.integers(1, 4), stop=st.sampled_from([None, "STOP", ["OP", "é"]])
+)
 @settings(max_examples=60, deadline=None)
 def test_completions(inside: Any, pieces: list[str], per_step: int, stop: Any) -> None:
     body = {
@@ -244,7 +266,9 @@ def test_messages(inside: Any, script: dict[str, Any]) -> None:
             if delta["type"] == "input_json_delta":
                 block["json"] += delta["partial_json"]
             else:
-                key = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}[delta["type"]]
+                key = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}[
+                    delta["type"]
+                ]
                 block[key] += delta[key]
     delta = next(event for name, event in events if name == "message_delta")
     assert delta["delta"]["stop_reason"] == whole["stop_reason"]
