@@ -58,8 +58,8 @@ class TokenDelta(NamedTuple):
         token_ids: New tokens; a stop token is among them.
         logprobs: Of these tokens, if asked.
         finish_reason: On the last delta of this output.
-        facts: Besides: `cached_tokens` on the first delta; `prompt_logprobs` on the first, if asked; `error` and
-            `stop_reason` on the last, where there is one.
+        facts: Besides: `cached_tokens` on the first delta; `prompt_logprobs` on the first, if asked; `error` on the
+            last, where there is one.
     """
 
     output: int

@@ -46,7 +46,6 @@ class ServedOutput(Protocol):
     index: int
     num_cached_tokens: int
     error: str | None
-    stop_reason: int | None
     matcher: Any
     prompt_logprobs: Any
 
@@ -218,8 +217,6 @@ class _Worker:
             error = output.error or getattr(output.matcher, "failure", None)
             if error is not None:
                 facts["error"] = error
-            if output.stop_reason is not None:
-                facts["stop_reason"] = output.stop_reason
         return facts
 
     def _beat(self) -> None:

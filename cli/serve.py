@@ -1,0 +1,113 @@
+"""``halocline serve``: the engine behind the protocols of OpenAI and Anthropic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from halocline.cli import model_options as options
+from halocline.hal.errors import InputError, lines
+from halocline.hal.logs import verbosity
+from halocline.hal.settings import process_settings
+
+__all__ = ["serve"]
+
+_MIB = 2**20
+
+
+def serve(
+    model: options.Model,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; this machine alone unless told otherwise.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Name of the model in the API. [default: the folder's]")] = None,
+    alias: Annotated[list[str] | None, typer.Option(help="A further name of the model; several times.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="API keys, one a line; calls without one get a 401.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Web origin whose pages may call; several times. [default: none]")
+    ] = None,
+    max_calls: Annotated[int, typer.Option(min=1, help="Calls worked on at once; more get a 429.")] = 1024,
+    max_body_mib: Annotated[int, typer.Option(min=1, help="Largest body of a call.")] = 32,
+    effort: options.Effort = None,
+    max_requests: Annotated[
+        int | None, typer.Option(help="Outputs in flight in the engine. [default: by the device]")
+    ] = None,
+    max_step_tokens: Annotated[int | None, typer.Option(help="Tokens of a step. [default: by the device]")] = None,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep nothing for later prompts.")] = False,
+    recipe: options.RecipeName = None,
+    kernel: options.Kernels = None,
+    max_context: options.MaxContext = None,
+    memory_fraction: options.MemoryFraction = None,
+    cache_bytes: options.CacheBytes = None,
+) -> int:
+    """Serve a model over HTTP.
+
+    The first SIGTERM or Ctrl-C lets what runs come to its end, the second stops it. See docs/serving.md.
+    """
+    given: dict[str, Any] = {
+        "effort": effort,
+        "max_requests": max_requests,
+        "max_step_tokens": max_step_tokens,
+        "prefix_caching": False if no_prefix_cache else None,
+        "recipe": recipe,
+        "kernels": tuple(kernel) if kernel else None,
+        "max_positions": max_context,
+        "memory_fraction": memory_fraction,
+        "cache_bytes": cache_bytes,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    keys = _read_keys(api_key_file)
+    from halocline.serving.engine_process import EngineLaunch, ProcessEngine
+    from halocline.serving.server import Bind, run_server
+    from halocline.serving.state import ServerConfig
+
+    launch = EngineLaunch(
+        factory="halocline.serving.engine_factory:load_engine",
+        arguments={"model": str(model), **given},
+        verbosity=verbosity(),
+    )
+    config = ServerConfig(
+        name=name,
+        aliases=tuple(alias or ()),
+        api_keys=keys,
+        cors_origins=tuple(cors_origin or ()),
+        max_requests=max_calls,
+        max_body_bytes=max_body_mib * _MIB,
+        settings=_settings({"host": host, "port": port, "max_calls": max_calls, "max_body_mib": max_body_mib, **given}),
+    )
+    return run_server(ProcessEngine(launch), config, Bind(host=host, port=port))
+
+
+def _read_keys(path: Path | None) -> tuple[str, ...]:
+    """Keys of a file, one a line; empty lines and lines that begin with # are none."""
+    if path is None:
+        return ()
+    try:
+        rows = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            lines(f"cannot read API keys from {path}", found=error, try_="a text, one key a line")
+        ) from error
+    keys = tuple(row for row in rows if row and not row.startswith("#"))
+    if not keys:
+        raise InputError(lines(f"{path} holds no API key", try_="one key a line"))
+    return keys
+
+
+def _settings(flags: dict[str, Any]) -> tuple[dict[str, str], ...]:
+    """Flags and variables with their sources, for /server_info."""
+    rows = [
+        {"setting": f"--{name.replace('_', '-')}", "value": str(value), "source": "flag or default"}
+        for name, value in flags.items()
+    ]
+    rows += [
+        {"setting": row.variable, "value": row.value, "source": row.source}
+        for row in process_settings().rows()
+        if row.value
+    ]
+    return tuple(rows)
