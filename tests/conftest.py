@@ -49,10 +49,12 @@ def _is_loopback(host: str) -> bool:
 
 # ---- devices ----------------------------------------------------------------------------------------------------
 
+DEVICE_MARKERS = ("cuda", "hip", "multi_gpu")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips, with the missing thing named, what the machine has no device for."""
-    marked = [(item, marker) for item in items for marker in ("cuda", "hip", "multi_gpu") if marker in item.keywords]
+    marked = [(item, marker) for item in items for marker in DEVICE_MARKERS if item.get_closest_marker(marker)]
     missing = _missing_devices() if marked else {}
     for item, marker in marked:
         if marker in missing:
