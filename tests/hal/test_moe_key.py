@@ -10,6 +10,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -161,37 +162,58 @@ def experts(x, routing, weights, *, limit):
 """
 
 
-def test_every_advertised_key_works_in_a_fresh_process(
-    specs: tuple[KernelSpec, ...], everything_installed: Inventory, tmp_path: Path
-) -> None:
+Key = tuple[str, str, str, str]
+
+
+@pytest.fixture
+def in_fresh_processes(everything_installed: Inventory, tmp_path: Path) -> Callable[[list[Key]], dict[Key, object]]:
+    """Builds a one-layer mixture of experts for each key, in a process of its own."""
     (tmp_path / "stub_experts.py").write_text(STUB)
-    example = request("none", "mxfp4")
+    asked = {weight: request("none", weight) for weight in FORMATS}
     facts = {
         "packages": [[p.distribution, p.version, p.modules] for p in everything_installed.packages.values()],
-        "traits": dict(example.traits),
-        "requests": {
-            weight: {
-                "formats": dict(request("none", weight).formats),
-                "semantics": dict(request("none", weight).semantics),
-            }
-            for weight in FORMATS
-        },
+        "traits": dict(asked["mxfp4"].traits),
+        "requests": {w: {"formats": dict(r.formats), "semantics": dict(r.semantics)} for w, r in asked.items()},
     }
     script = SCRIPT.format(stubs=str(tmp_path), facts=json.dumps(facts))
-    keys = advertised(specs)
-    assert len(keys) > 80
 
-    def run(key: tuple[str, str, str, str]) -> list[object]:
+    def run(key: Key) -> object:
         done = subprocess.run(
             [sys.executable, "-I", "-c", script, *key], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 0, f"{key}: {done.stderr}"
         return json.loads(done.stdout)
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        outcomes = dict(zip(keys, pool.map(run, keys), strict=True))
-    called = ["x", "routing", ["gate_up", "down", "none"], 10.0]
-    assert {key: outcome for key, outcome in outcomes.items() if outcome != ["selects", key[1], called]} == {}
+    def run_all(keys: list[Key]) -> dict[Key, object]:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            return dict(zip(keys, pool.map(run, keys), strict=True))
+
+    return run_all
+
+
+CALLED = ["x", "routing", ["gate_up", "down", "none"], 10.0]
+
+
+@pytest.mark.slow
+def test_every_advertised_key_works_in_a_fresh_process(
+    specs: tuple[KernelSpec, ...], in_fresh_processes: Callable[[list[Key]], dict[Key, object]]
+) -> None:
+    keys = advertised(specs)
+    assert len(keys) > 80
+    outcomes = in_fresh_processes(keys)
+    assert {key: outcome for key, outcome in outcomes.items() if outcome != ["selects", key[1], CALLED]} == {}
+
+
+def test_every_runner_works_in_a_fresh_process(
+    specs: tuple[KernelSpec, ...], in_fresh_processes: Callable[[list[Key]], dict[Key, object]]
+) -> None:
+    keys = list({(key[1], key[3][:2]): key for key in advertised(specs)}.values())
+    assert {key[1] for key in keys} == set(RUNNERS)
+    outcomes = in_fresh_processes([*keys, ("deepep", "deep_gemm", "mxfp4", "sm_90")])
+    *refused, (last, reason) = outcomes.items()
+    assert {key: outcome for key, outcome in refused if outcome != ["selects", key[1], CALLED]} == {}
+    assert last[1] == "deep_gemm"
+    assert reason[:2] == ["refuses", "NoKernelError"]  # type: ignore[index]
 
 
 def test_a_named_runner_that_does_not_suit_is_refused(

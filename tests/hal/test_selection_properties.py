@@ -128,7 +128,7 @@ def against(world: dict[str, Any], spec: KernelSpec, request: KernelRequest) -> 
     return {stage for stage, _ in found}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(world=worlds(), seed=st.integers(0, 2**16))
 def test_the_choice_depends_on_nothing_but_its_inputs(world: dict[str, Any], seed: int) -> None:
     """Equal for equal inputs, whatever the order of the manifest's rows and of the requests."""
@@ -144,7 +144,7 @@ def test_the_choice_depends_on_nothing_but_its_inputs(world: dict[str, Any], see
     assert first.digest == second.digest
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(world=worlds())
 def test_nothing_is_chosen_that_a_stage_rejected(world: dict[str, Any]) -> None:
     table = outcome(world)
@@ -160,7 +160,7 @@ def test_nothing_is_chosen_that_a_stage_rejected(world: dict[str, Any]) -> None:
             assert bound.spec.name not in losers
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(world=worlds())
 def test_precedence_holds(world: dict[str, Any]) -> None:
     """The heaviest choice that can be had is the one; without any, the best rank among what is not banned."""
