@@ -15,7 +15,7 @@ from halocline.serving.engine_client import EngineRequest, TokenDelta
 from halocline.serving.errors import ApiError, bad_field, from_request_error, openai_body
 from halocline.serving.fields_chat import CHAT_FIELDS
 from halocline.serving.output_parser import OutputParser, Vocabulary, output_error
-from halocline.serving.reply import Job, ServedModel, TokenCounts, new_id, sse
+from halocline.serving.reply import Job, ServedModel, TokenCounts, caller, new_id, sse
 from halocline.serving.sampling import sampling_params, stop_texts
 from halocline.serving.schema import check
 from halocline.serving.turns import ToolUse, Turn, TurnWishes, check_named, make_turn, offered_tools
@@ -55,8 +55,7 @@ def chat_job(body: Mapping[str, Any], model: ServedModel, limits: ModelLimits, v
         wants_logprobs=wants_logprobs,
     )
     request = EngineRequest(id=answer_id, prompt_ids=admitted.prompt_ids, params=admitted.params, grammar=turn.grammar)
-    user = body.get("user") or body.get("safety_identifier")
-    return Job(id=answer_id, requests=(request,), writer=writer, stream=bool(body.get("stream")), user=user)
+    return Job(id=answer_id, requests=(request,), writer=writer, stream=bool(body.get("stream")), user=caller(body))
 
 
 def chat_turn(body: Mapping[str, Any], model: ServedModel) -> Turn:

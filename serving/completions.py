@@ -19,7 +19,7 @@ from halocline.serving.errors import ApiError, bad_field, from_request_error, op
 from halocline.serving.fields_completions import COMPLETION_FIELDS
 from halocline.serving.grammar_spec import GrammarSpec
 from halocline.serving.output_parser import output_error
-from halocline.serving.reply import Job, ServedModel, TokenCounts, new_id, sse
+from halocline.serving.reply import Job, ServedModel, TokenCounts, caller, new_id, sse
 from halocline.serving.sampling import sampling_params, stop_texts
 from halocline.serving.schema import check
 
@@ -67,7 +67,7 @@ def completion_job(body: Mapping[str, Any], model: ServedModel, limits: ModelLim
     requests = [
         EngineRequest(id=answer_id, prompt_ids=one.prompt_ids, params=one.params, grammar=grammar) for one in admitted
     ]
-    return Job(id=answer_id, requests=requests, writer=writer, stream=stream, user=body.get("user"))
+    return Job(id=answer_id, requests=requests, writer=writer, stream=stream, user=caller(body))
 
 
 def _check_together(body: Mapping[str, Any]) -> None:

@@ -199,6 +199,8 @@ class ProcessEngine:
                 self._problem = problem
         elif kind == "refused":
             self._refuse(*message[1:])
+        elif kind == "lost":
+            self._lose(message[1])
         elif kind == "ready":
             self._take_ready(message[1])
         elif kind == "failed":
@@ -220,6 +222,11 @@ class ProcessEngine:
         job = self._jobs.pop(number, None)
         if job is not None:
             job.stream.fail(bad_field("", message) if field is None else bad_field(field, message))
+
+    def _lose(self, number: int) -> None:
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            job.stream.fail(ApiError(500, "the request failed; the server's log says why", code="generation_failed"))
 
     def _take_ready(self, info: EngineInfo) -> None:
         self._info = info

@@ -179,6 +179,10 @@ class _Worker:
             field = error.field if isinstance(error, FieldError) else None
             self._send(("refused", number, field, str(error).splitlines()[0]))
             return
+        except Exception:  # one request that the engine cannot take must not end the others
+            logger.exception("a request could not be added")
+            self._send(("lost", number))
+            return
         self._outputs[number] = list(outputs)
         for output in outputs:
             self._numbers[id(output)] = (number, True)

@@ -175,7 +175,9 @@ _PROPERTIES: dict[str, Schema] = {
     "input": any_of(string(least=1), array(_ITEMS, least=1), about="A text, or items of a conversation."),
     "instructions": string("A system text before the conversation."),
     "stream": STREAM,
-    "stream_options": object_({"include_obfuscation": refused("events are not padded", False)}),
+    "stream_options": object_(
+        {"include_obfuscation": refused("events are not padded", False)}, "Token counts always come in the last event."
+    ),
     "max_output_tokens": integer(
         1, MAX_TOKENS, "Tokens to generate at most, reasoning included. Default: up to the end of the context."
     ),

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _OPEN = frozenset({"/health", "/ready", "/", "/page.js", "/page.css"})
 _CORS_HEADERS = "authorization, content-type, x-api-key, anthropic-version, anthropic-beta"
-_KNOWN_LONG = 40
+_SHOWN_CALLER = 200
 
 
 class Gate:
@@ -115,7 +115,7 @@ class Gate:
             scope["path"][:200],
             status or 499,
             seconds,
-            f", {user[:_KNOWN_LONG]!r}" if user else "",
+            f", {user[:_SHOWN_CALLER]!r}" if user else "",
         )
 
 

@@ -28,8 +28,8 @@ __all__ = ["THINK_END", "GrammarCompiler"]
 
 THINK_END = "</think>"
 
-# A model that loses its way in white space would never end; 32 characters are enough to indent with.
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# One space, or a new line and its indentation: a model that loses its way in white space would never end.
+_WHITE_SPACE = r"[ ]|\n[ \t]{0,64}"
 _KEPT = 64
 _SHOWN = 200
 

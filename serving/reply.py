@@ -13,7 +13,7 @@ from halocline.engine.prompt import Prompter
 from halocline.serving.engine_client import EngineRequest, TokenDelta
 from halocline.serving.errors import ApiError
 
-__all__ = ["Job", "ReplyWriter", "ServedModel", "TokenCounts", "new_id", "sse"]
+__all__ = ["Job", "ReplyWriter", "ServedModel", "TokenCounts", "caller", "new_id", "sse"]
 
 
 class ReplyWriter(Protocol):
@@ -120,6 +120,14 @@ class TokenCounts:
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning},
         }
+
+
+def caller(body: Mapping[str, Any]) -> str | None:
+    """Who asks, for the log, from the fields by which OpenAI's protocols say so."""
+    parts = [str(body[name]) for name in ("user", "safety_identifier") if body.get(name)]
+    if body.get("metadata"):
+        parts.append(json.dumps(body["metadata"], ensure_ascii=False))
+    return " ".join(parts) or None
 
 
 def new_id(prefix: str) -> str:

@@ -16,7 +16,7 @@ from halocline.serving.engine_client import EngineRequest
 from halocline.serving.errors import ApiError, bad_field, from_request_error
 from halocline.serving.fields_responses import RESPONSE_FIELDS
 from halocline.serving.output_parser import Vocabulary
-from halocline.serving.reply import Job, ServedModel, new_id, sse
+from halocline.serving.reply import Job, ServedModel, caller, new_id, sse
 from halocline.serving.sampling import sampling_params
 from halocline.serving.schema import check
 from halocline.serving.single_writer import SingleWriter
@@ -57,8 +57,7 @@ def response_job(body: Mapping[str, Any], model: ServedModel, limits: ModelLimit
         answer_id, model, turn, vocabulary, body, stop_ids=admitted.stop_ids, wants_logprobs=wants_logprobs
     )
     request = EngineRequest(id=answer_id, prompt_ids=admitted.prompt_ids, params=admitted.params, grammar=turn.grammar)
-    user = body.get("user") or body.get("safety_identifier")
-    return Job(id=answer_id, requests=(request,), writer=writer, stream=stream, user=user)
+    return Job(id=answer_id, requests=(request,), writer=writer, stream=stream, user=caller(body))
 
 
 def response_turn(body: Mapping[str, Any], model: ServedModel) -> Turn:

@@ -23,6 +23,8 @@ from halocline.serving.grammar_tools import OfferedTool, ToolGrammar, tool_gramm
 __all__ = ["MARKUP", "ToolUse", "Turn", "TurnWishes", "make_turn", "offered_tools"]
 
 MARKUP = "｜DSML｜"
+# What the recipe's bindings raise for values that they cannot take.
+_RECIPE_REFUSES = (ValueError, TypeError, RuntimeError, OverflowError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,10 @@ def make_turn(
         ApiError: The conversation is not one.
     """
     converted = _convert(protocol, {**body, "model": prompter.model_name}, prompter, messages_field)
-    conversation = _rebuilt(converted.conversation, wishes)
+    try:
+        conversation = _rebuilt(converted.conversation, wishes)
+    except _RECIPE_REFUSES as error:
+        raise bad_field(wishes.format_path, _first_line(error)) from error
     request = recipe.ConversationRequest(conversation, converted.model_version)
     try:
         prompt = prompter.render(request)
@@ -131,9 +136,12 @@ def _convert(protocol: Any, body: dict[str, Any], prompter: Prompter, messages_f
         return protocol(body).convert(prompter.conversion_options)
     except recipe.ConversionError as error:
         raise bad_field(messages_field, _message_of(error)) from error
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        text = str(error).splitlines()[0].removeprefix("invalid request body: ")[:300]
-        raise bad_field(messages_field, text) from error
+    except _RECIPE_REFUSES as error:
+        raise bad_field(messages_field, _first_line(error)) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", maxsplit=1)[0].removeprefix("invalid request body: ")[:300]
 
 
 def _message_of(error: recipe.ConversionError) -> str:

@@ -35,6 +35,18 @@ CLOSING: list[int] = []
 """Tokens that end texts, lists, objects and outputs; filled in by the first engine."""
 
 
+def _script(prompt: str) -> dict[str, Any]:
+    """The last well-formed script of a prompt."""
+    for said in reversed(_SAY.findall(prompt)):
+        try:
+            script = json.loads(said)
+        except ValueError:
+            continue
+        if isinstance(script, dict):
+            return script
+    return {"text": "Hello!"}
+
+
 class Output:
     """One output that is being said."""
 
@@ -124,8 +136,7 @@ class ScriptedEngine:
     ) -> tuple[Output, ...]:
         del request_id
         admitted = admit(prompt_ids, params, self.limits)
-        said = _SAY.findall(self.tokenizer.decode(prompt_ids))
-        script = json.loads(said[-1]) if said else {"text": "Hello!"}
+        script = _script(self.tokenizer.decode(prompt_ids))
         self._hang = script.get("hang", 0.0)
         outputs = []
         for index in range(params.n):
