@@ -1,0 +1,129 @@
+"""The graded model on a GPU through the engine, with chosen kernels, from token ids to token ids."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from halocline.backends_cuda.manifest import MANIFEST as CUDA
+from halocline.backends_reference.manifest import MANIFEST as REFERENCE
+from halocline.engine.admission import admit
+from halocline.engine.config import EngineConfig
+from halocline.engine.engine import Engine
+from halocline.engine.request import Request
+from halocline.engine.sampler import Sampler
+from halocline.engine.sampling_params import SamplingParams
+from halocline.hal.backend import load_backend
+from halocline.hal.formats import recipe
+from halocline.hal.probe import probe
+from halocline.hal.runtime import load_ops
+from halocline.hal.settings import process_settings
+from halocline.hal.startup import choose_kernels
+from halocline.models.checkpoint import Checkpoint
+from halocline.models.checkpoint_source import CheckpointSource
+
+if TYPE_CHECKING:
+    from halocline.hal.table import KernelTable
+
+__all__ = ["LIBRARIES", "MANIFESTS", "PORTABLE", "GpuModel", "load_model"]
+
+MANIFESTS = (REFERENCE, CUDA)
+
+PORTABLE = ("*=triton", "sampling.sample=reference")
+LIBRARIES = {
+    "attention.sparse_decode": "flashmla",
+    "attention.sparse_prefill": "flashmla",
+    "gemm.linear": "deep_gemm",
+    "attention.output": "deep_gemm",
+    "indexer.logits": "deep_gemm",
+    "moe.experts": "triton_kernels",
+    "hyper_connection.read": "flashinfer",
+    "hyper_connection.write": "flashinfer",
+}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GpuModel:
+    """A loaded model with its engine."""
+
+    table: KernelTable
+    engine: Engine
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[list[int]]:
+        """Greedy continuations, all together.
+
+        Raises:
+            RuntimeError: If a request ends with an error.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+        requests = []
+        for number, prompt in enumerate(prompts):
+            admitted = admit(prompt, params, self.engine.limits)
+            request = Request(f"r{number}", admitted, arrival_time=time.monotonic())
+            self.engine.add(request)
+            requests.append(request)
+        self.engine.run()
+        failed = next((request for request in requests if request.error is not None), None)
+        if failed is not None:
+            raise RuntimeError(f"request {failed.id} failed: {failed.error}")
+        return [list(request.output_ids) for request in requests]
+
+
+def load_model(
+    folder: Path,
+    kernels: Sequence[str],
+    *,
+    graph_sizes: tuple[int, ...] = (),
+    max_requests: int = 32,
+    max_positions: int = 8192,
+    max_step_tokens: int = 2048,
+) -> GpuModel:
+    """Loads a checkpoint in the served recipe onto this machine's device.
+
+    Args:
+        folder: Of the checkpoint.
+        kernels: Overrides, as `--kernel` takes them.
+        graph_sizes: Batch sizes to capture; none runs eagerly.
+        max_requests: Requests in flight.
+        max_positions: Longest context.
+        max_step_tokens: Tokens of a step.
+    """
+    settings = process_settings()
+    device = probe(settings)
+    checkpoint, chosen = Checkpoint.open(folder), recipe("served")
+    table = choose_kernels(
+        lambda device, layout: checkpoint.family.kernel_requests(
+            checkpoint.config, chosen, prefill_layout=layout, cache_dialect=device.fp8_dialect
+        ),
+        settings=settings,
+        flags=kernels,
+        device=device,
+        manifests=MANIFESTS,
+        graphs=bool(graph_sizes),
+    )
+    with CheckpointSource(checkpoint, device=device.torch_device) as source:
+        model = checkpoint.family.build(
+            checkpoint.config,
+            chosen,
+            functools.cache(functools.partial(load_ops, table)),
+            source,
+            prefill_layout=table.prefill_layout,
+            max_positions=max_positions,
+            device=device.torch_device,
+            with_draft=False,
+        )
+    config = EngineConfig(
+        cache_bytes=2 * 2**30,
+        max_requests=max_requests,
+        max_positions=max_positions,
+        max_step_tokens=max_step_tokens,
+        graph_sizes=graph_sizes,
+        eos_ids=checkpoint.config.eos_token_ids,
+    )
+    sampler = Sampler(max_requests, model.vocab_size, load_ops(table), device.torch_device)
+    capture = load_backend(MANIFESTS, device.vendor) if graph_sizes else None
+    return GpuModel(table=table, engine=Engine(model, sampler, config, device=device.torch_device, capture=capture))

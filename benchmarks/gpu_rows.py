@@ -1,0 +1,101 @@
+"""Rows of a GPU session: one JSON object a line, with what is needed to read it later."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Rows"]
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "sglang-kernel",
+    "sgl-deep-gemm",
+    "flashinfer-python",
+    "sgl-flash-mla",
+)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).resolve().parent)
+    return result.stdout.strip() or "unknown"
+
+
+class Rows:
+    """Appends rows to a file as they come, so that a session that is cut short keeps what it has.
+
+    Several processes may append to one file.
+    """
+
+    def __init__(self, path: Path, *, part: str = "", commit: str = "") -> None:
+        import torch
+
+        self._path, self._part = path, part
+        self._facts = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "versions": _versions(),
+            "commit": commit or _commit(),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(
+        self,
+        name: str,
+        value: object,
+        unit: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        roof: float | None = None,
+        share: float | None = None,
+    ) -> None:
+        """Writes one row and shows it on the terminal."""
+        asked = dict(params or {})
+        row = {
+            "part": self._part,
+            "name": name,
+            "params": asked,
+            "value": value,
+            "unit": unit,
+            "roof": roof,
+            "share": share,
+        }
+        line = json.dumps({**row, **self._facts}, default=str) + "\n"
+        with self._path.open("ab", buffering=0) as file:  # one write: several processes share the file
+            file.write(line.encode())
+        shown = " ".join(f"{key}={item}" for key, item in asked.items())
+        sys.stdout.write(f"{name} {shown}: {value} {unit}{'' if share is None else f' ({share:.0%} of the roof)'}\n")
+        sys.stdout.flush()
+
+    @contextmanager
+    def guard(self, name: str, **params: object) -> Iterator[None]:
+        """Turns a failure into a row, and notes how long the part took."""
+        start = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # one part must not end the session
+            text = f"{type(error).__name__}: {error}"
+            last = "".join(traceback.format_tb(error.__traceback__)[-3:])
+            self.add(name, f"{text[:600]} | {last[-900:]}", "error", params=params)
+        else:
+            self.add(f"{name}.seconds", round(time.perf_counter() - start, 2), "s", params=params)

@@ -1,0 +1,140 @@
+"""Everything that is measured on one H200, within a few minutes and without a network; rows of JSON come out.
+
+First all parts that check something run side by side, and with them the compilation of what is timed later. Then the
+timed parts run alone. A part that fails or takes too long leaves its rows and its log; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from halocline.benchmarks.fetch_wheels import unpack
+
+__all__ = ["main"]
+
+_SIDE_BY_SIDE = (
+    ("parity",),
+    ("tokens",),
+    ("parity_libraries",),
+    ("tokens_libraries",),
+    ("decode_libraries", "--warm"),
+    ("decode", "--warm"),
+    ("graphs",),
+)
+_ALONE = (("decode_libraries",), ("decode",))
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """How parts are started.
+
+    Attributes:
+        out: Folder of logs.
+        environment: `NAME=value` for `env`.
+        options: Arguments that every part takes.
+    """
+
+    out: Path
+    environment: tuple[str, ...]
+    options: tuple[str, ...]
+
+    def start(self, part: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts a part in a process group of its own, with its output in a log."""
+        log = (self.out / f"{'-'.join(part).replace('---', '-')}.log").open("wb")
+        command = ["env", *self.environment, sys.executable, "-m", "halocline.benchmarks", "gpu_parts", *part]
+        with log:
+            return subprocess.Popen(
+                [*command, *self.options], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def finish(self, running: Iterable[tuple[Sequence[str], subprocess.Popen[bytes]]], deadline: float) -> None:
+        """Waits for parts up to a time; those that are late are ended."""
+        left = list(running)
+        while left and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+            for part, process in [(part, process) for part, process in left if process.poll() is not None]:
+                _say(f"{' '.join(part)} ended with status {process.returncode}")
+            left = [(part, process) for part, process in left if process.poll() is None]
+        for part, process in left:
+            _say(f"{' '.join(part)} is late and was ended")
+            process.terminate()
+        for _, process in left:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
+    sys.stdout.flush()
+
+
+def _deliver(work: Path, out: Path) -> None:
+    """Packs logs, answers and dumps: few files come back from some machines."""
+    for name, pattern in (("logs", "*.log"), ("answers", "*.json"), ("dumps", "dumps")):
+        files = sorted(path.name for path in work.glob(pattern))
+        if files:
+            archive = out / f"{name}.tar.gz"
+            subprocess.run(["tar", "-czf", str(archive), "-C", str(work), *files], check=False)
+
+
+def _environment(folders: Iterable[Path], scratch: Path) -> tuple[str, ...]:
+    nvcc = shutil.which("nvcc")
+    toolkit = Path(nvcc).resolve().parent.parent if nvcc else Path("/usr/local/cuda")
+    root = Path(__file__).resolve().parent.parent
+    path = ":".join(str(folder) for folder in (root / "src", *folders))
+    return (
+        f"PYTHONPATH={path}",
+        f"TRITON_CACHE_DIR={scratch / 'triton'}",
+        f"DG_JIT_CACHE_DIR={scratch / 'deep_gemm'}",
+        f"FLASHINFER_WORKSPACE_BASE={scratch / 'flashinfer'}",
+        "FLASHINFER_CUDA_ARCH_LIST=9.0a",
+        f"HALOCLINE_DUMP_DIR={scratch / 'work' / 'dumps'}",
+        f"CUDA_HOME={toolkit}",
+        "OMP_NUM_THREADS=2",
+        "MAX_JOBS=6",
+        "PYTHONFAULTHANDLER=1",
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the session."""
+    parser = argparse.ArgumentParser(prog="./dev bench gpu_session", description=__doc__)
+    parser.add_argument("--wheels", type=Path, help="folder of archives, from fetch_wheels")
+    parser.add_argument("--prompts", type=Path, help="file from gpu_prompts")
+    parser.add_argument("--out", type=Path, required=True, help="folder of rows and logs")
+    parser.add_argument("--seconds", type=float, default=440.0, help="for everything")
+    parser.add_argument("--checks", type=float, default=250.0, help="of these, for the parts that check")
+    parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
+    options = parser.parse_args(list(arguments))
+    start = time.monotonic()
+    options.out.mkdir(parents=True, exist_ok=True)
+    scratch = Path("/tmp/halocline-gpu")
+    folders = unpack(options.wheels.resolve(), scratch / "site") if options.wheels else []
+    _say(f"{len(folders)} packages unpacked after {time.monotonic() - start:.1f} s")
+    prompts = ("--prompts", str(options.prompts)) if options.prompts else ()
+    work, rows = scratch / "work", options.out / "rows.jsonl"
+    work.mkdir(parents=True, exist_ok=True)
+    session = Session(
+        out=work,
+        environment=_environment(folders, scratch),
+        options=("--out", str(work), "--rows", str(rows.resolve()), "--commit", options.commit, *prompts),
+    )
+    session.finish([(part, session.start(part)) for part in _SIDE_BY_SIDE], start + options.checks)
+    _deliver(work, options.out)
+    for number, part in enumerate(_ALONE):
+        left = start + options.seconds - time.monotonic()
+        deadline = time.monotonic() + left / (len(_ALONE) - number)
+        session.finish([(part, session.start(part))], deadline)
+    _deliver(work, options.out)
+    _say(f"{len(rows.read_text().splitlines()) if rows.exists() else 0} rows in {rows}")
+    return 0
