@@ -92,7 +92,7 @@ def multiply_groups(x_TK: Tensor, weight: TritonWeight, num_groups: int, *, out_
     Args:
         x_TK: (rows, groups * K).
         weight: (groups * N, K).
-        num_groups: Groups; for FP8, rows of a group are a multiple of 128.
+        num_groups: Groups; for FP8, rows of a group are a multiple of 128 or divide it.
         out_dtype: Element type of the result.
 
     Returns:
@@ -104,14 +104,26 @@ def multiply_groups(x_TK: Tensor, weight: TritonWeight, num_groups: int, *, out_
         wide = max(x_TK.element_size(), weight.data.element_size())
         tiles = gemm_tiles(target, num_rows=x_TK.shape[0], element_bytes=wide, batch_invariant=False)
         return dense_gemm(x_TK, data_GNK, out_dtype=out_dtype, tiles=tiles)
-    if num_groups > 1 and data_GNK.shape[1] % 128:
-        raise ShapeError(f"groups of {data_GNK.shape[1]} rows: scales of 128 rows would straddle them")
     x, x_scale = (
         quantize_activation(x_TK, fp8_dialect="ocp") if weight.rounds_input and num_groups == 1 else (x_TK, None)
     )
     tiles = gemm_tiles(target, num_rows=x.shape[0], element_bytes=x.element_size(), batch_invariant=False)
-    scale_GNB = weight.scale.view(num_groups, -1, weight.scale.shape[-1])
+    scale_GNB = _scales_of_groups(weight.scale, num_groups, data_GNK.shape[1])
     return fp8_gemm(x, x_scale, data_GNK, scale_GNB, out_dtype=out_dtype, tiles=tiles)
+
+
+def _scales_of_groups(scale_NB: Tensor, num_groups: int, rows: int) -> Tensor:
+    """Scales (groups, blocks of rows, blocks of lanes); several small groups may lie in one block of 128 rows.
+
+    Raises:
+        ShapeError: If a group begins or ends within a block that it does not share whole.
+    """
+    if num_groups == 1 or rows % 128 == 0:
+        return scale_NB.view(num_groups, -1, scale_NB.shape[-1])
+    if 128 % rows:
+        raise ShapeError(f"groups of {rows} rows: scales of 128 rows would straddle them")
+    blocks_G = torch.arange(num_groups, device=scale_NB.device) * rows // 128
+    return scale_NB.index_select(0, blocks_G)[:, None].contiguous()
 
 
 def _multiply_fp4(x_TK: Tensor, weight: TritonWeight, out_dtype: torch.dtype) -> Tensor:

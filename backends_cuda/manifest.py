@@ -126,7 +126,8 @@ _ATTENTION = (
     _triton("attention.prepare_query", semantics=_ROPE),
     _row(
         "attention.sparse_decode", "flashmla", FLASHMLA, 80, archs=_HOPPER_UP, traits=_UP_TO_128_HEADS,
-        status="not_run", semantics={**_SINK, **_LATENT}, workspace="split buffers of (132 + batch) * heads * 2 KB a call",
+        semantics={**_SINK, **_LATENT}, workspace="split buffers of (132 + batch) * heads * 2 KB a call",
+        status="not_run",
     ),
     _row(
         "attention.sparse_decode", "flashinfer_trtllm", FLASHINFER, 60, archs=_BLACKWELL, traits=_UP_TO_128_HEADS,
@@ -141,7 +142,8 @@ _ATTENTION = (
     _triton("attention.sparse_prefill", semantics={**_SINK, **_CACHES}, traits={"prefill_layout": ("paged", "ragged")}),
     _row(
         "attention.output", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, weights=("fp8_block",), jit=True,
-        status="not_run", semantics={**_ROPE, "fp8_dialect": ("ocp",)}, prepare="attention_deep_gemm:prepare_output_deep_gemm",
+        semantics={**_ROPE, "fp8_dialect": ("ocp",)}, prepare="attention_deep_gemm:prepare_output_deep_gemm",
+        status="not_run",
     ),
     _triton(
         "attention.output", weights=_PLAIN_AND_FP8, semantics={**_ROPE, "fp8_dialect": ("ocp", "none")},

@@ -20,7 +20,7 @@ def _room(rows: RowSelection) -> int:
     if slots_TK.stride(1) != 1 or not num_tokens or slots_TK.stride(0) <= width:
         return width
     stride = slots_TK.stride(0)
-    last = slots_TK.storage_offset() + (num_tokens - 1) * stride
+    last = int(slots_TK.storage_offset()) + (num_tokens - 1) * stride
     return min(stride, slots_TK.untyped_storage().nbytes() // slots_TK.element_size() - last)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ class CudaRuntime:
     """
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's own type, which its releases name differently
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Records what `run` launches; the result launches it again on the same buffers.
