@@ -169,6 +169,6 @@ def output_reference(
     if num_heads % num_groups or wo_a.shape[1] != num_heads // num_groups * width or wo_a.shape[0] % num_groups:
         raise ShapeError(f"{num_heads} heads of {width} in {num_groups} groups against wo_a of shape {wo_a.shape}")
     rotated_THD = rotate_tail(out_THD.float(), rope, plan.batch.positions_T, inverse=True).to(out_THD.dtype).float()
-    groups_TGO = rotated_THD.view(num_tokens, num_groups, -1)
+    groups_TGO = rotated_THD.view(num_tokens, num_groups, num_heads // num_groups * width)
     weights_GRO = wo_a.matrix_NK.view(num_groups, -1, groups_TGO.shape[-1])
     return torch.einsum("tgo,gro->tgr", groups_TGO, weights_GRO).flatten(1).to(out_THD.dtype)

@@ -25,4 +25,5 @@ def hadamard_transform(x: Tensor) -> Tensor:
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack((low + high, low - high), dim=-2).flatten(-3)
         step *= 2
-    return x * float(width) ** -0.5
+    size: float = width**-0.5
+    return x * size

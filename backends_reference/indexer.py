@@ -53,7 +53,7 @@ def logits_reference(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle,
         raise ShapeError(f"index queries of {width} lanes against keys of {cache.layout.width}")
     requests_T = batch.token_requests_T[first_token : first_token + num_tokens]
     num_entries = max(batch.max_seqlen // 4, 1)
-    logits_TS = query.q_THI.new_full((num_tokens, num_entries), -torch.inf)
+    logits_TS = torch.full((num_tokens, num_entries), -torch.inf, device=query.q_THI.device)
     entries_1S = torch.arange(num_entries, device=logits_TS.device)[None]
     for request in requests_T.unique().tolist():
         if request < 0:

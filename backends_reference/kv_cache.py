@@ -71,8 +71,8 @@ def unpack_rows(layout: CacheLayout, data: Tensor, scales: Tensor) -> Tensor:
     if layout.format is RowFormat.BFLOAT16:
         return data.contiguous().view(torch.bfloat16).float()
     if layout.format is RowFormat.FP8_ROW:
-        values = codecs.decode_e4m3(data)
-        return values.mul_(scales.contiguous().view(torch.float32))
+        values: Tensor = codecs.decode_e4m3(data)
+        return values * scales.contiguous().view(torch.float32)
     if layout.format is RowFormat.FP4_GROUP32:
         values = codecs.decode_e2m1(data).unflatten(1, (-1, _KEY_GROUP))
         return (values * codecs.decode_ue8m0(scales)[..., None]).flatten(1)

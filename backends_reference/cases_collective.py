@@ -1,0 +1,44 @@
+"""Inputs of the collectives for a group of one process. T tokens, D lanes.
+
+Groups of several processes need several processes; tests start them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from halocline.backends_reference.case import DTYPES, Case, call, generator, normal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from halocline.hal.ops import Ops
+
+__all__ = ["cases"]
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A group of this process."""
+
+    size: int = 1
+    rank: int = 0
+
+
+def cases() -> Iterator[Case]:
+    """Rows of hidden states, one row, no row."""
+    for op in ("all_gather", "all_reduce"):
+        for dtype in DTYPES:
+            for name, rows in (("one", 1), ("ragged", 33), ("empty", 0)):
+                yield _case(op, name, dtype, rows)
+
+
+def _case(op: str, name: str, dtype: str, rows: int) -> Case:
+    def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
+        x_TD = normal(generator(rows), rows, 64, dtype=DTYPES[dtype]).to(device)
+        return call(ops, f"collective.{op}", x_TD, _Alone())
+
+    traits: dict[str, int | str] = {"tp_size": 1}
+    return Case(op=f"collective.{op}", name=name, dtype=dtype, run=run, formats={"compute": dtype}, traits=traits)
