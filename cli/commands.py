@@ -43,6 +43,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "halocline.cli.doctor:doctor", "Check device, torch, packages and folders of this machine."),
     Command("explain", "halocline.cli.explain:explain", "Show which kernel serves each op, and why not the others."),
     Command("kernels", "halocline.cli.kernels:app", "List the kernels, or what serves each op on each device."),
+    Command("parity", "halocline.cli.parity:parity", "Check every kernel that can run here against the reference."),
     Command("compare", "halocline.cli.compare:compare", "Compare two kernels of an op on its test inputs."),
     Command("record", "halocline.cli.record_replay:record", "Write inputs and outputs of ops of a run to files."),
     Command("replay", "halocline.cli.record_replay:replay", "Run recorded calls on a kernel of this machine."),
