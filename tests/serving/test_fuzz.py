@@ -149,7 +149,9 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> Any:
         if kind == 0 and isinstance(parent, dict):
             del parent[where[-1]]
         elif kind == 1 and isinstance(parent, dict):
-            parent[rng.choice(["", "x", "type", "role", "content", "n", "stream", "\x00", "é" * 50])] = copy.deepcopy(rng.choice(ODD))
+            parent[rng.choice(["", "x", "type", "role", "content", "n", "stream", "\x00", "é" * 50])] = copy.deepcopy(
+                rng.choice(ODD)
+            )
         elif kind == 2 and isinstance(parent, list):
             parent.append(copy.deepcopy(rng.choice(ODD)))
         elif kind == 3 and isinstance(parent, list):
