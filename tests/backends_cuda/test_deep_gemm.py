@@ -1,0 +1,272 @@
+"""The adapters over DeepGEMM against the reference, with a stand-in that computes what the library's calls say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from halocline.backends_cuda import attention_deep_gemm, gemm_deep_gemm, hyper_connection_flashinfer, indexer_deep_gemm
+from halocline.backends_reference.attention import output_reference
+from halocline.backends_reference.gemm import linear_reference, prepare_linear_reference
+from halocline.backends_reference.hyper_connection import read_reference, write_reference
+from halocline.backends_reference.indexer import logits_reference, prepare_query_reference
+from halocline.backends_reference.rope import rotate_tail
+from halocline.hal.codecs import decode_e4m3, decode_ue8m0, quantize_fp8_groups
+from halocline.hal.errors import ShapeError
+from halocline.hal.formats import Weight, WeightFormat
+from halocline.hal.ops.indexer import IndexQuery
+from halocline.hal.ops.rope import RopeTable
+from halocline.hal.weight_codecs import quantize_weight
+
+
+def values(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    wide = scales.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return codes.float() * wide[..., : codes.shape[-2], : codes.shape[-1]]
+
+
+class Library:
+    """DeepGEMM's calls as documented; `paged` and `gathered` count how logits were asked for."""
+
+    def __init__(self) -> None:
+        self.paged = self.gathered = self.schedules = 0
+        self.splits: list[int] = []
+
+    def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, *, disable_ue8m0_cast: bool) -> None:
+        assert disable_ue8m0_cast, "sm_90 reads float32 scales"
+        assert d.dtype == torch.bfloat16
+        assert all(t.dtype == torch.float8_e4m3fn for t in (a[0], b[0]))
+        d.copy_(values(*a, (1, 128)) @ values(*b, (128, 128)).T)
+
+    def fp8_einsum(self, text: str, a: Any, b: Any, d: Tensor, *, recipe: tuple[int, int, int]) -> None:
+        assert (text, recipe) == ("bhr,hdr->bhd", (1, 128, 128))
+        d.copy_(torch.einsum(text, values(*a, (1, 128)), values(*b, (128, 128))))
+
+    def get_num_sms(self) -> int:
+        return 132
+
+    def get_paged_mqa_logits_metadata(self, lengths: Tensor, page_rows: int, num_sms: int) -> Tensor:
+        assert (lengths.dim(), lengths.dtype, page_rows, num_sms) == (2, torch.int32, 64, 132)
+        self.schedules += 1
+        return lengths.clone()
+
+    def fp8_paged_mqa_logits(
+        self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor, schedule: Tensor, most: int,
+        *, clean_logits: bool,
+    ) -> Tensor:  # fmt: skip
+        assert torch.equal(schedule, lengths), "a schedule is bound to the lengths that it was made for"
+        assert pages.shape[1:] == (64, 1, 132)
+        assert not clean_logits
+        self.paged += 1
+        flat = pages.reshape(len(pages), -1)
+        out = torch.full((len(q), most), torch.nan)
+        for token in range(len(q)):
+            length = int(lengths[token, 0])
+            held = flat[table[token, : -(-length // 64)].long()]
+            keys = held[:, : 64 * 128].reshape(-1, 128).view(torch.float8_e4m3fn).float()
+            keys = keys * held[:, 64 * 128 :].contiguous().view(torch.float32).reshape(-1, 1)
+            out[token, :length] = _scores(q[token, 0], keys[:length], weights[token])
+        return out
+
+    def fp8_mqa_logits(
+        self, q: Tensor, keys: Any, weights: Tensor, start: Tensor, end: Tensor, *, clean_logits: bool
+    ) -> Tensor:
+        self.gathered += 1
+        wide = keys[0].float() * keys[1][:, None]
+        out = torch.full((len(q), len(wide) + 256), torch.nan)
+        for token in range(len(q)):
+            first, last = int(start[token]), int(end[token])
+            out[token, first:last] = _scores(q[token], wide[first:last], weights[token])
+        return out[:, : len(wide)]  # its rows are padded: never contiguous
+
+    def tf32_hc_prenorm_gemm(self, x: Tensor, fn: Tensor, out: Tensor, squares: Tensor, *, num_splits: int) -> None:
+        assert num_splits <= x.shape[1] // 64, "more can hang"
+        self.splits.append(num_splits)
+        for part, lanes in enumerate(torch.arange(x.shape[1]).chunk(num_splits)):
+            out[part] = x[:, lanes].float() @ fn[:, lanes].T
+            squares[part] = x[:, lanes].float().square().sum(1)
+
+
+def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    return (torch.relu(q.float() @ keys.T) * weights[:, None]).sum(0)
+
+
+def quantized(x: Tensor, *, fp8_dialect: str) -> tuple[Tensor, Tensor]:
+    codes, scale = quantize_fp8_groups(x.float(), 128)
+    return codes.view(torch.float8_e4m3fn), decode_ue8m0(scale)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+    found = Library()
+    for module in (gemm_deep_gemm, attention_deep_gemm, indexer_deep_gemm, hyper_connection_flashinfer):
+        monkeypatch.setattr(module, "deep_gemm", lambda: found)
+    monkeypatch.setattr(gemm_deep_gemm, "quantize_activation", quantized)
+    return found
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("n", "k"), [(256, 384), (192, 320)])
+def test_fp8_linear(library: Library, n: int, k: int) -> None:
+    weight = quantize_weight(normal(n, k), WeightFormat.FP8_BLOCK)
+    x = normal(5, k, seed=1).bfloat16()
+    ours = gemm_deep_gemm.prepare_linear_deep_gemm(weight, activation="fp8_group128")
+    theirs = prepare_linear_reference(weight, activation="fp8_group128")
+    found, expected = gemm_deep_gemm.linear_deep_gemm(x, ours), linear_reference(x, theirs)
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("out", [None, torch.float32])
+def test_plain_linear(library: Library, kind: torch.dtype, out: torch.dtype | None) -> None:
+    stored = WeightFormat.BFLOAT16 if kind == torch.bfloat16 else WeightFormat.FLOAT32
+    weight = Weight(data=normal(24, 64).to(kind), format=stored, shape=(24, 64))
+    x = normal(5, 64, seed=1).bfloat16()
+    ours = gemm_deep_gemm.prepare_linear_deep_gemm(weight, activation="fp8_group128")
+    found = gemm_deep_gemm.linear_deep_gemm(x, ours, out_dtype=out)
+    expected = linear_reference(x, prepare_linear_reference(weight, activation="none"), out_dtype=out)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, atol=3e-2, rtol=2e-2)
+
+
+def test_output(library: Library, make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step([1, 300], [1, 2])
+    rope = RopeTable(cos_sin_PR=normal(2048, 64))
+    weight = quantize_weight(normal(2 * 128, 2 * 512), WeightFormat.FP8_BLOCK)
+
+    def rotate(x: Tensor, positions: Tensor, table: Tensor, *, fp8_dialect: str) -> tuple[Tensor, Tensor]:
+        turned = rotate_tail(x.float(), RopeTable(cos_sin_PR=table), positions, inverse=True).to(x.dtype)
+        return quantized(turned.flatten(1), fp8_dialect=fp8_dialect)
+
+    monkeypatch.setattr(attention_deep_gemm, "rotate_back_and_quantize", rotate)
+    x = normal(3, 4, 512, seed=2).bfloat16()
+    ours = attention_deep_gemm.prepare_output_deep_gemm(weight, activation="none")
+    found = attention_deep_gemm.output_deep_gemm(step.plan, x, rope, ours, num_groups=2)
+    theirs = prepare_linear_reference(weight, activation="none")
+    expected = output_reference(step.plan, x, rope, theirs, num_groups=2)
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 4e-2
+
+
+def index_query(step: Any, start: int, stop: int, num_heads: int = 32) -> tuple[IndexQuery, IndexQuery]:
+    """The same queries as codes with the scale in the weights, and as values."""
+    q, weights = normal(stop - start, num_heads, 128), normal(stop - start, num_heads, seed=1)
+    rope = RopeTable(cos_sin_PR=normal(2048, 64, seed=2))
+    fake = SimpleNamespace(batch=SimpleNamespace(positions_T=step.plan.batch.positions_T[start:stop]))
+    plain = prepare_query_reference(fake, q, weights, rope, rounding="fp8_row")  # type: ignore[arg-type]
+    return indexer_deep_gemm._coded(plain), plain
+
+
+@pytest.mark.parametrize(
+    ("seqlens", "counts", "num_decode", "start", "stop", "paged", "gathered"),
+    [
+        ([300, 9, 1500], [1, 1, 1], 3, 0, 3, 1, 0),
+        ([700], [90], 0, 0, 90, 0, 1),
+        ([700], [90], 0, 10, 88, 0, 1),
+        ([700], [40], 0, 0, 40, 1, 0),
+        ([300, 700], [1, 90], 1, 0, 91, 1, 0),
+        ([300, 700], [1, 90], 1, 1, 91, 0, 1),
+        ([300, 700], [80, 90], 0, 0, 170, 1, 0),
+    ],
+)
+@pytest.mark.parametrize("as_values", [False, True])
+def test_index_logits(
+    library: Library, make_step: Callable[..., Any], seqlens: list[int], counts: list[int], num_decode: int,
+    start: int, stop: int, paged: int, gathered: int, as_values: bool,
+) -> None:  # fmt: skip
+    step = make_step(seqlens, counts, num_decode=num_decode)
+    coded, plain = index_query(step, start, stop)
+    query = plain if as_values else coded
+    found = indexer_deep_gemm.logits_deep_gemm(step.plan, query, step.keys, first_token=start)
+    expected = logits_reference(step.plan, plain, step.keys, first_token=start)
+    assert found.shape == expected.shape
+    assert (library.paged, library.gathered) == (paged, gathered)
+    seen = torch.arange(found.shape[1]) < step.plan.visible[4][start:stop, None]
+    torch.testing.assert_close(found[seen], expected[seen], atol=1e-3, rtol=1e-3)
+
+
+def test_layers_share_table_and_schedule(library: Library, make_step: Callable[..., Any]) -> None:
+    step = make_step([300, 9], [1, 1], num_decode=2)
+    query, _ = index_query(step, 0, 2)
+    for _ in range(3):
+        indexer_deep_gemm.logits_deep_gemm(step.plan, query, step.keys, first_token=0)
+    assert library.schedules == 1
+
+
+def test_head_counts_that_the_kernel_lacks_are_refused(library: Library, make_step: Callable[..., Any]) -> None:
+    step = make_step([300], [1], num_decode=1)
+    query, _ = index_query(step, 0, 1, num_heads=16)
+    with pytest.raises(ShapeError, match="32 or 64 heads"):
+        indexer_deep_gemm.logits_deep_gemm(step.plan, query, step.keys, first_token=0)
+
+
+# ---- hyper-connections ------------------------------------------------------------------------------------------
+
+
+class Mhc:
+    """FlashInfer's two functions: sums the parts of the mixing logits and goes on as the reference does."""
+
+    def mhc_pre_big_fuse(
+        self, logits: Tensor, squares: Tensor, streams: Tensor, scale: Tensor, base: Tensor, lanes: int,
+        rms_eps: float, pre_eps: float, sinkhorn_eps: float, post_gain: float, rounds: int, splits: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        assert (post_gain, lanes) == (2.0, streams.shape[1] * streams.shape[2])
+        assert (logits.dim() == 3) is (splits > 1)
+        if splits > 1:
+            logits, squares = logits.sum(0), squares.sum(0)
+        m = logits * torch.rsqrt(squares / lanes + rms_eps)[:, None]
+        pre = torch.sigmoid(m[:, :4] * scale[0] + base[:4]) + pre_eps
+        post = post_gain * torch.sigmoid(m[:, 4:8] * scale[1] + base[4:8])
+        comb = torch.softmax((m[:, 8:] * scale[2] + base[8:]).view(-1, 4, 4), -1) + sinkhorn_eps
+        comb = comb / (comb.sum(1, keepdim=True) + sinkhorn_eps)
+        for _ in range(rounds - 1):
+            comb = comb / (comb.sum(2, keepdim=True) + sinkhorn_eps)
+            comb = comb / (comb.sum(1, keepdim=True) + sinkhorn_eps)
+        x = torch.einsum("tn,tnd->td", pre, streams.float()).to(streams.dtype)
+        return post[..., None], comb, x
+
+    def mhc_post(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
+        return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
+
+
+@pytest.mark.parametrize(("hidden", "splits"), [(64, 4), (256, 16), (4096, 16), (16, 1)])
+def test_hyper_connections(
+    library: Library, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int
+) -> None:
+    monkeypatch.setattr(hyper_connection_flashinfer, "_mhc", Mhc)
+    streams, fn = normal(3, 4, hidden).bfloat16(), normal(24, 4 * hidden, seed=1) / hidden**0.5
+    base, scale = normal(24, seed=2), normal(3, seed=3)
+    options = {"norm_eps": 1e-6, "hc_eps": 1e-5, "sinkhorn_iterations": 5}
+    found = hyper_connection_flashinfer.read_flashinfer(streams, fn, base, scale, **options)
+    expected = read_reference(streams, fn, base, scale, **options)
+    assert library.splits == [splits]
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one.float(), other.float(), atol=2e-2, rtol=2e-2)
+    y = normal(3, hidden, seed=4).bfloat16()
+    torch.testing.assert_close(
+        hyper_connection_flashinfer.write_flashinfer(y, streams, found.post_TN, found.comb_TNN),
+        write_reference(y, streams, expected.post_TN, expected.comb_TNN),
+        atol=5e-2,
+        rtol=2e-2,
+    )
+
+
+def test_other_stream_counts_are_refused(library: Library) -> None:
+    with pytest.raises(ShapeError, match="2 streams"):
+        hyper_connection_flashinfer.read_flashinfer(
+            normal(1, 2, 64), normal(8, 128), normal(8), normal(3), norm_eps=0.0, hc_eps=0.0, sinkhorn_iterations=1
+        )
+
+
+def test_codes_are_what_the_values_were(make_step: Callable[..., Any]) -> None:
+    coded, plain = index_query(make_step([300], [3]), 0, 3)
+    scale = (coded.weights_TH / plain.weights_TH)[..., None]
+    torch.testing.assert_close(decode_e4m3(coded.q_THI.view(torch.uint8)) * scale, plain.q_THI, atol=1e-6, rtol=1e-5)
