@@ -31,7 +31,7 @@ from halocline.hal.table import Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CaseResult", "Workbench", "load_cases"]
+__all__ = ["Case", "CaseResult", "Workbench", "inputs_for", "load_cases", "takes"]
 
 # Stages that a model's request has no part in.
 _ALONE = ("known_bad", "vendor", "arch", "features", "status", "package")
@@ -84,6 +84,23 @@ def load_cases(manifests: Iterable[Manifest], op: str) -> list[Case]:
     if not cases:
         raise InputError(lines(f"there are no test inputs for {op}", try_="halocline record, then halocline replay"))
     return cases
+
+
+def takes(spec: KernelSpec, case: Case) -> bool:
+    """Whether a kernel states every format, meaning and trait of an input. Inputs may leave the last two out."""
+    semantics: Mapping[str, str] = getattr(case, "semantics", {})
+    traits: Mapping[str, object] = getattr(case, "traits", {})
+    return (
+        all(value in spec.formats.get(role, (value,)) for role, value in case.formats.items())
+        and all(value in spec.semantics.get(name, ()) for name, value in semantics.items())
+        and all(traits[name] in allowed for name, allowed in spec.traits.items() if name in traits)
+    )
+
+
+def inputs_for(bench: Workbench, op: str) -> list[Case]:
+    """The inputs of an op that this device can afford: a CPU is spared those of a released model's size."""
+    cases = load_cases(bench.manifests, op)
+    return [case for case in cases if bench.device.is_gpu or getattr(case, "size", "small") == "small"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +175,8 @@ class Workbench:
         if op is None:
             raise AssertionError(first.spec.op)
         ours, theirs = self.ops(first), self.ops(second)
-        for case in load_cases(self.manifests, op.name):
-            if not all(_takes(bound.spec, case.formats) for bound in (first, second)):
+        for case in inputs_for(self, op.name):
+            if not all(takes(bound.spec, case) for bound in (first, second)):
                 continue
             found = case.run(ours, self.device.torch_device)
             expected = case.run(theirs, self.device.torch_device)
@@ -197,7 +214,3 @@ class Workbench:
 def _loaded(bound: Bound) -> dict[str, Callable[..., Any]]:
     op = bound.spec.op
     return {op: load_kernel(bound), **({prepare_name(op): load_prepare(bound)} if has_prepare(op) else {})}
-
-
-def _takes(spec: KernelSpec, formats: Mapping[str, str]) -> bool:
-    return all(value in spec.formats.get(role, (value,)) for role, value in formats.items())

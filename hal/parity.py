@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from halocline.hal.call_outputs import Difference, differences
 from halocline.hal.errors import InputError, NoKernelError, lines
-from halocline.hal.offline import Case, Workbench, load_cases
+from halocline.hal.offline import Case, Workbench, inputs_for, takes
 from halocline.hal.op import KernelSpec
 from halocline.hal.ops import all_ops, find_op
 from halocline.hal.stages import REFERENCE
@@ -128,23 +128,6 @@ def _nothing_to_check(bench: Workbench, op: str | None, kernel: str | None, refu
     )
 
 
-def takes(spec: KernelSpec, case: Case) -> bool:
-    """Whether a kernel states every format, meaning and trait of an input. Inputs may leave the last two out."""
-    semantics: Mapping[str, str] = getattr(case, "semantics", {})
-    traits: Mapping[str, object] = getattr(case, "traits", {})
-    return (
-        all(value in spec.formats.get(role, (value,)) for role, value in case.formats.items())
-        and all(value in spec.semantics.get(name, ()) for name, value in semantics.items())
-        and all(traits[name] in allowed for name, allowed in spec.traits.items() if name in traits)
-    )
-
-
-def inputs_for(bench: Workbench, op: str) -> list[Case]:
-    """The inputs of an op that this device can afford: a CPU is spared those of a released model's size."""
-    cases = load_cases(bench.manifests, op)
-    return [case for case in cases if bench.device.is_gpu or getattr(case, "size", "small") == "small"]
-
-
 def check_parity(bench: Workbench, specs: list[KernelSpec]) -> Iterator[Parity]:
     """Runs kernels on all inputs that they take, op by op; the reference computes each input once."""
     for op in dict.fromkeys(spec.op for spec in specs):
@@ -153,7 +136,7 @@ def check_parity(bench: Workbench, specs: list[KernelSpec]) -> Iterator[Parity]:
         results: dict[int, list[ParityResult]] = {id(spec): [] for spec in own}
         for case in cases:
             willing = [spec for spec in own if takes(spec, case)]
-            expected = reference_outputs(bench, case) if willing else {}
+            expected: Mapping[str, Tensor] = reference_outputs(bench, case) if willing else {}
             for spec in willing:
                 results[id(spec)].append(judge(bench, spec, case, expected))
         for spec in own:
