@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,9 @@ from halocline.benchmarks.decode_step import DecodeStep, graph_milliseconds, ran
 from halocline.benchmarks.gpu_engine import LIBRARIES, MANIFESTS, PORTABLE, load_model
 from halocline.benchmarks.gpu_rows import Rows
 from halocline.hal.backend import specs_of
+from halocline.hal.call_outputs import differences
 from halocline.hal.offline import Workbench, load_cases
-from halocline.hal.ops import all_ops
+from halocline.hal.ops import all_ops, find_op
 from halocline.hal.probe import probe
 from halocline.hal.settings import process_settings
 from halocline.hal.startup import installed_for
@@ -24,6 +25,7 @@ from halocline.models.deepseek_v4.presets import FLASH
 
 if TYPE_CHECKING:
     from halocline.benchmarks.gpu_engine import GpuModel
+    from halocline.hal.op import KernelSpec
 
 __all__ = ["PARTS", "main"]
 
@@ -61,33 +63,55 @@ def _prompts(vocabulary: int = 1000) -> list[list[int]]:
 
 
 def parity(rows: Rows, options: argparse.Namespace) -> None:
-    """Every portable kernel against the reference: inside a generation, then on the inputs of the reference backend."""
+    """Every portable kernel against the reference, inside a generation."""
     with rows.guard("parity.generation"):
         flags = ("*=compare(triton,reference)", "sampling.sample=reference")
         model = load_model(options.model, flags, max_requests=4, max_step_tokens=512)
         model.generate(_prompts(), max_tokens=6)
         _watched(rows, model, "parity.generation")
-    _cases(rows, {op.name: "triton" for op in all_ops()})
 
 
-def _cases(rows: Rows, kernels: dict[str, str]) -> None:
+def cases(rows: Rows, options: argparse.Namespace) -> None:
+    """Portable kernels, then libraries, on the inputs that the reference backend brings for some families."""
     settings = process_settings()
-    device = probe(settings)
-    bench = Workbench(manifests=MANIFESTS, device=device, inventory=installed_for(specs_of(MANIFESTS)))
-    for op, kernel in kernels.items():
+    device, specs = probe(settings), specs_of(MANIFESTS)
+    bench = Workbench(manifests=MANIFESTS, device=device, inventory=installed_for(specs))
+    ops = [op.name for op in all_ops() if op.family in options.families]
+    written = {(spec.op, spec.name) for spec in specs if spec.status != "planned"}
+    kernels = [(op, "triton") for op in ops] + [(op, LIBRARIES[op]) for op in ops if op in LIBRARIES]
+    for op, kernel in kernels:
+        if (op, kernel) in written:
+            with rows.guard("parity.cases", op=op, kernel=kernel):
+                _cases(rows, bench, op, kernel)
+
+
+def _cases(rows: Rows, bench: Workbench, op: str, kernel: str) -> None:
+    contract = find_op(op)
+    assert contract is not None
+    first = bench.bind(op, kernel)
+    ours, theirs = bench.ops(first), bench.ops(bench.bind(op, "reference"))
+    device, within = bench.device.torch_device, 0
+    found = [case for case in load_cases(MANIFESTS, op) if _takes(first.spec, case.formats)]
+    for case in found:
+        params = {"op": op, "kernel": kernel, "case": case.name, "dtype": case.dtype}
         try:
-            load_cases(MANIFESTS, op)
-        except ValueError:
-            continue  # no inputs yet
-        if not any(s.name == kernel and s.status != "planned" for s in specs_of(MANIFESTS) if s.op == op):
+            outputs = differences(contract, case.run(ours, device), case.run(theirs, device), case.dtype)
+        except Exception as error:  # a case that a kernel refuses, or that ends the device's context
+            text = f"{type(error).__name__}: {error}"
+            rows.add("parity.case", text[:500], "error", params=params)
+            if "CUDA error" in text or "Triton Error" in text:
+                raise
             continue
-        with rows.guard("parity.cases", op=op, kernel=kernel):
-            first, second = bench.bind(op, kernel), bench.bind(op, "reference")
-            for result in bench.compare(first, second):
-                worst = max(result.outputs, key=lambda output: (not output.within, output.norm))
-                params = {"op": op, "kernel": kernel, "case": result.case, "dtype": result.dtype}
-                details = {"max_abs": worst.max_abs, "norm": worst.norm, "output": worst.output}
-                rows.add("parity.case", {**details, "within": result.within}, "difference", params=params)
+        worst = max(outputs, key=lambda output: (not output.within, output.norm))
+        within += all(output.within for output in outputs)
+        details = {"max_abs": worst.max_abs, "norm": worst.norm, "cosine": worst.cosine, "output": worst.output}
+        if not worst.within:
+            rows.add("parity.case", details, "difference", params=params)
+    rows.add("parity.cases_within", within, f"of {len(found)}", params={"op": op, "kernel": kernel})
+
+
+def _takes(spec: KernelSpec, formats: Mapping[str, str]) -> bool:
+    return all(value in spec.formats.get(role, (value,)) for role, value in formats.items())
 
 
 def parity_libraries(rows: Rows, options: argparse.Namespace) -> None:
@@ -99,7 +123,6 @@ def parity_libraries(rows: Rows, options: argparse.Namespace) -> None:
             model.generate(_prompts(), max_tokens=6)
             _watched(rows, model, "parity.library")
             del model
-    _cases(rows, LIBRARIES)
 
 
 def _library_flags(without: Sequence[str] = ()) -> tuple[str, ...]:
@@ -272,7 +295,7 @@ def decode_libraries(rows: Rows, options: argparse.Namespace) -> None:
 
 PARTS: dict[str, Callable[[Rows, argparse.Namespace], None]] = {
     part.__name__: part
-    for part in (parity, parity_libraries, tokens, tokens_libraries, graphs, decode, decode_libraries)
+    for part in (parity, cases, parity_libraries, tokens, tokens_libraries, graphs, decode, decode_libraries)
 }
 
 
@@ -285,10 +308,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, default=Path("graded"), help="folder of the graded model")
     parser.add_argument("--prompts", type=Path, default=Path(".cache/gpu-prompts.json"), help="from gpu_prompts")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
+    parser.add_argument("--families", nargs="*", default=[], metavar="FAMILY", help="of ops, for the part `cases`")
     parser.add_argument("--warm", action="store_true", help="compile only: run each shape once, time nothing")
     parser.add_argument("--without", nargs="*", default=[], metavar="OP", help="ops to leave to the portable kernels")
     options = parser.parse_args(list(arguments))
-    part = f"{options.part}{' (warm)' if options.warm else ''}"
+    part = " ".join([options.part, *options.families, *(["(warm)"] if options.warm else [])])
     rows = Rows(options.rows or options.out / "rows.jsonl", part=part, commit=options.commit)
     PARTS[options.part](rows, options)
     return 0

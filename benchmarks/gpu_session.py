@@ -27,6 +27,11 @@ _SIDE_BY_SIDE = (
     ("decode_libraries", "--warm"),
     ("decode", "--warm"),
     ("graphs",),
+    ("cases", "--families", "attention"),
+    ("cases", "--families", "compressor", "kv_cache"),
+    ("cases", "--families", "gemm", "hyper_connection"),
+    ("cases", "--families", "moe"),
+    ("cases", "--families", "indexer", "norm", "sampling", "collective"),
 )
 _ALONE = (("decode_libraries",), ("decode",))
 _POLL_SECONDS = 0.5
@@ -48,7 +53,7 @@ class Session:
 
     def start(self, part: Sequence[str]) -> subprocess.Popen[bytes]:
         """Starts a part in a process group of its own, with its output in a log."""
-        log = (self.out / f"{'-'.join(part).replace('---', '-')}.log").open("wb")
+        log = (self.out / f"{'-'.join(word.strip('-') for word in part)}.log").open("wb")
         command = ["env", *self.environment, sys.executable, "-m", "halocline.benchmarks", "gpu_parts", *part]
         with log:
             return subprocess.Popen(
