@@ -110,7 +110,7 @@ class ScriptedEngine:
             limits=self.limits,
             prompts=PromptFacts(tokenizer=self.tokenizer.content, bos_id=0, model_name="scripted", effort="low"),
             facts={
-                "kernels": [{"op": "norm.rms_norm", "kernel": "reference", "source": "device default"}],
+                "kernels": [{"op": "norm.rms_norm", "chosen": "reference", "source": "device", "status": "run"}],
                 "memory": {"total_bytes": 1 << 20},
             },
             fingerprint="scripted-1",
