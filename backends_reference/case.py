@@ -18,17 +18,30 @@ from halocline.hal.call_values import bind_arguments
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.ops import find_op
 from halocline.hal.ops.rope import RopeTable
-from halocline.hal.weight_codecs import quantize_weight
+from halocline.hal.weight_codecs import quantize_weight, to_fnuz
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from halocline.hal.ops import Ops
 
-__all__ = ["DTYPES", "Case", "Size", "call", "generator", "normal", "rope_table", "stored_weight"]
+__all__ = [
+    "DTYPES",
+    "Case",
+    "Dialect",
+    "Size",
+    "call",
+    "dialect_of",
+    "generator",
+    "normal",
+    "rope_table",
+    "stored_weight",
+]
 
 Size = Literal["small", "model"]
+Dialect = Literal["ocp", "fnuz"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WITH_FP8_CODES = ("fp8_block", "nvfp4", "fp8_block64", "fp8_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +96,24 @@ def normal(gen: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32
     return (torch.randn(*shape, generator=gen) * std).to(dtype)
 
 
-def stored_weight(gen: torch.Generator, *shape: int, weight_format: str, device: str, scale_fmt: str = "") -> Weight:
+def dialect_of(stored: str, dialect: Dialect = "ocp") -> str:
+    """The FP8 dialect that bytes of a format are in; `none` where it has no FP8 codes."""
+    return dialect if stored in _WITH_FP8_CODES else "none"
+
+
+def stored_weight(
+    gen: torch.Generator,
+    *shape: int,
+    weight_format: str,
+    device: str,
+    scale_fmt: str = "",
+    dialect: Dialect = "ocp",
+) -> Weight:
     """A random matrix or stack of matrices as a checkpoint stores it, of a size that keeps a product near 1."""
     values = normal(gen, *shape, std=shape[-1] ** -0.5)
     kind = WeightFormat(weight_format)
     weight = quantize_weight(values, kind, scale_fmt="float32" if scale_fmt == "float32" else "ue8m0")
+    weight = to_fnuz(weight) if dialect == "fnuz" else weight
     moved = {
         name: tensor.to(device)
         for name in ("data", "scale", "global_scale")

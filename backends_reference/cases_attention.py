@@ -11,8 +11,10 @@ import torch
 from halocline.backends_reference.case import (
     DTYPES,
     Case,
+    Dialect,
     Size,
     call,
+    dialect_of,
     generator,
     normal,
     rope_table,
@@ -122,6 +124,7 @@ def cases() -> Iterator[Case]:
             for weight in ("float32", "bfloat16", "fp8_block"):
                 if step.size == "small" or (weight == "fp8_block" and dtype == "bfloat16"):
                     yield _output(step, dtype, weight)
+    yield _output(_STEPS[2], "bfloat16", "fp8_block", "fnuz")
 
 
 def _prepare_query(step: _Heads, dtype: str) -> Case:
@@ -144,7 +147,7 @@ def _prepare_query(step: _Heads, dtype: str) -> Case:
     )
 
 
-def _output(step: _Heads, dtype: str, weight: str) -> Case:
+def _output(step: _Heads, dtype: str, weight: str, dialect: Dialect = "ocp") -> Case:
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
         gen = generator(step.heads)
         batch = step.requests.batch(step.fed, step.new, padding=step.padding, device=device)
@@ -152,18 +155,18 @@ def _output(step: _Heads, dtype: str, weight: str) -> Case:
         out_THD = step.rows(gen, dtype, device)
         shape = (step.groups * step.group_rank, step.heads // step.groups * step.width)
         wo_a = ops.attention.prepare_output(
-            stored_weight(gen, *shape, weight_format=weight, device=device), activation="none"
+            stored_weight(gen, *shape, weight_format=weight, device=device, dialect=dialect), activation="none"
         )
         rope = rope_table(max(step.requests.lengths), step.rope, device)
         return call(ops, "attention.output", plan, out_THD, rope, wo_a, num_groups=step.groups)
 
     return Case(
         op="attention.output",
-        name=f"{weight}_{step.name}",
+        name=f"{weight}_{step.name}" if dialect == "ocp" else f"{weight}_fnuz_{step.name}",
         dtype=dtype,
         run=run,
         formats={"compute": dtype, "weight": weight},
-        semantics={**_ADJACENT, "fp8_dialect": "ocp" if weight == "fp8_block" else "none"},
+        semantics={**_ADJACENT, "fp8_dialect": dialect_of(weight, dialect)},
         traits=step.traits,
         size=step.size,
     )

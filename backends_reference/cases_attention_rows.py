@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halocline.backends_reference.case import DTYPES, Case, Size, call, generator, normal
+from halocline.backends_reference.case import DTYPES, Case, Dialect, Size, call, dialect_of, generator, normal
 from halocline.backends_reference.case_requests import Requests
 from halocline.backends_reference.plan import plan_reference, slots_of_positions
-from halocline.hal.formats import RowFormat, cache_layout
+from halocline.hal.formats import CacheLayout, RowFormat, cache_layout
 from halocline.hal.ops.attention import AttentionPlan, RowSelection
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = ["row_cases"]
 
 # Element type of the query and format of the rows, as the three numeric recipes and a plain bfloat16 cache pair them.
 _STORED = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8_block64"))
+_IN_FNUZ_TOO = ("ratio_4", "dirty", "wide")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +138,12 @@ def row_cases() -> Iterator[Case]:
             if queries.size == "small" or stored == "fp8_block64":
                 yield _case("sparse_decode", queries, dtype, stored)
                 yield _case("sparse_prefill", queries, dtype, stored)
+        if queries.name in _IN_FNUZ_TOO:
+            yield _case("sparse_decode", queries, "bfloat16", "fp8_block64", "fnuz")
+            yield _case("sparse_prefill", queries, "bfloat16", "fp8_block64", "fnuz")
 
 
-def _case(op: str, queries: _Queries, dtype: str, stored: str) -> Case:
+def _case(op: str, queries: _Queries, dtype: str, stored: str, dialect: Dialect = "ocp") -> Case:
     decodes = op == "sparse_decode"
 
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
@@ -156,7 +160,9 @@ def _case(op: str, queries: _Queries, dtype: str, stored: str) -> Case:
         for selection, pages, page_rows in _selections(queries, known, gen):
             cache, rows = None, None
             if selection is not None:
-                cache = _cache(ops, queries, stored, pages, page_rows, selection, gen, device)
+                cache = _cache(
+                    ops, queries, _layout(queries, stored, dialect, page_rows), pages, selection, gen, device
+                )
                 rows = _with_what_is_behind(queries, selection, pages * page_rows, gen, device).rows(start, stop)
             arguments += [cache, rows]
         sink_H = torch.tensor(queries.sinks) if queries.sinks else normal(gen, queries.heads, std=2.0)
@@ -164,14 +170,14 @@ def _case(op: str, queries: _Queries, dtype: str, stored: str) -> Case:
 
     return Case(
         op=f"attention.{op}",
-        name=f"{stored}_{queries.name}",
+        name=f"{stored}_{queries.name}" if dialect == "ocp" else f"{stored}_fnuz_{queries.name}",
         dtype=dtype,
         run=run,
         formats={"compute": dtype},
         semantics={
             "sink": "denominator",
             "cache_format": stored,
-            "fp8_dialect": "ocp" if stored == "fp8_block64" else "none",
+            "fp8_dialect": dialect_of(stored, dialect),
         },
         traits={
             "num_heads": queries.heads,
@@ -241,19 +247,28 @@ def _with_what_is_behind(
     return RowSelection(wide_TK.to(device)[:, :columns], rows.lengths_T.to(device))
 
 
+def _layout(queries: _Queries, stored: str, dialect: Dialect, page_rows: int) -> CacheLayout:
+    return cache_layout(
+        "latent",
+        RowFormat(stored),
+        width=queries.width,
+        rope_width=64,
+        page_rows=page_rows,
+        fp8_dialect=dialect,
+    )
+
+
 def _cache(
     ops: Ops,
     queries: _Queries,
-    stored: str,
+    layout: CacheLayout,
     num_pages: int,
-    page_rows: int,
     rows: RowSelection,
     gen: torch.Generator,
     device: str,
 ) -> CacheHandle:
-    layout = cache_layout("latent", RowFormat(stored), width=queries.width, rope_width=64, page_rows=page_rows)
     cache = ops.kv_cache.allocate(layout, num_pages, device=device)
-    rows_ND = normal(gen, num_pages * page_rows, queries.width)
+    rows_ND = normal(gen, num_pages * layout.page_rows, queries.width)
     if queries.dirty:
         unseen_N = torch.ones(rows_ND.shape[0], dtype=torch.bool)
         unseen_N[_selected(rows).long()] = False

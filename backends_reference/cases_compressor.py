@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from halocline.backends_reference.case import DTYPES, Case, Size, call, generator, normal, rope_table
+from halocline.backends_reference.case import (
+    DTYPES,
+    Case,
+    Dialect,
+    Size,
+    call,
+    dialect_of,
+    generator,
+    normal,
+    rope_table,
+)
 from halocline.backends_reference.case_requests import Requests
 from halocline.hal.formats import RowFormat, cache_layout
 
@@ -65,6 +75,7 @@ class _Target:
     stored: str
     width: int
     rope: int = 64
+    dialect: Dialect = "ocp"
 
     @property
     def lanes(self) -> int:
@@ -117,6 +128,11 @@ _SMALL_TARGETS = (
     _Target(kind="index_key", ratio=4, stored="fp8_row", width=128),
     _Target(kind="index_key", ratio=4, stored="fp4_group32", width=128),
 )
+_FNUZ_TARGETS = (
+    _Target(kind="latent", ratio=4, stored="fp8_block64", width=128, dialect="fnuz"),
+    _Target(kind="latent", ratio=128, stored="fp8_block64", width=128, dialect="fnuz"),
+    _Target(kind="index_key", ratio=4, stored="fp8_row", width=128, dialect="fnuz"),
+)
 _MODEL_TARGETS = (
     _Target(kind="latent", ratio=4, stored="fp8_block64", width=512),
     _Target(kind="latent", ratio=128, stored="fp8_block64", width=512),
@@ -133,6 +149,8 @@ def cases() -> Iterator[Case]:
     for target in _SMALL_TARGETS:
         for feed in _FEEDS_OF_4 if target.ratio == 4 else _FEEDS_OF_128:
             yield _insert(target, feed)
+    for target in _FNUZ_TARGETS:
+        yield _insert(target, _FEEDS_OF_4[5] if target.ratio == 4 else _FEEDS_OF_128[5])
     for target in _MODEL_TARGETS:
         for feed in _MODEL_FEEDS:
             yield _insert(target, feed)
@@ -155,6 +173,7 @@ def _allocate(ratio: int, lanes: int, extra_rows: int) -> Case:
 
 def _insert(target: _Target, feed: _Feed) -> Case:
     dtype = "float32" if target.stored == "float32" else "bfloat16"
+    stored = target.stored if target.dialect == "ocp" else f"{target.stored}_fnuz"
     requests = feed.requests
 
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
@@ -165,6 +184,7 @@ def _insert(target: _Target, feed: _Feed) -> Case:
             width=target.width,
             rope_width=target.rope if target.kind == "latent" else 0,
             page_rows=feed.page_tokens // target.ratio,
+            fp8_dialect=target.dialect,
         )
         cache = ops.kv_cache.allocate(layout, requests.num_token_pages, device=device)
         state = ops.compressor.allocate_state(
@@ -193,14 +213,14 @@ def _insert(target: _Target, feed: _Feed) -> Case:
 
     return Case(
         op="compressor.insert",
-        name=f"{target.kind}_{target.stored}_ratio_{target.ratio}_{feed.name}",
+        name=f"{target.kind}_{stored}_ratio_{target.ratio}_{feed.name}",
         dtype=dtype,
         run=run,
         formats={"compute": dtype},
         semantics={
             "rope_pairing": "adjacent",
             "cache_format": target.stored,
-            "fp8_dialect": "ocp" if target.stored in ("fp8_block64", "fp8_row") else "none",
+            "fp8_dialect": dialect_of(target.stored, target.dialect),
         },
         traits={"ratio": target.ratio},
         size=feed.size,

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halocline.backends_reference.case import DTYPES, Case, Size, call, generator, normal, stored_weight
+from halocline.backends_reference.case import (
+    DTYPES,
+    Case,
+    Dialect,
+    Size,
+    call,
+    dialect_of,
+    generator,
+    normal,
+    stored_weight,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +29,6 @@ __all__ = ["cases"]
 
 _PLAIN = ("float32", "bfloat16")
 _LOW_BIT = ("fp8_block", "mxfp4", "nvfp4")
-_WITH_FP8_CODES = ("fp8_block", "nvfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +42,7 @@ class _Product:
         weight: Stored format.
         activation: Rounding of the input.
         scale_fmt: Of FP8 blocks: `ue8m0` or `float32`.
+        dialect: Of FP8 codes.
         out_dtype: Element type of the result where it is not the input's.
         spread: Whether rows differ in size by many orders, a row of zeros among them.
         size: Whether a CPU can afford it.
@@ -44,6 +54,7 @@ class _Product:
     weight: str
     activation: str = "none"
     scale_fmt: str = ""
+    dialect: Dialect = "ocp"
     out_dtype: str = ""
     spread: bool = False
     size: Size = "small"
@@ -66,6 +77,7 @@ def _products() -> Iterator[_Product]:
         yield _Product(name=f"{weight}_to_float32", tokens=4, lanes=(8, 64), weight=weight, out_dtype="float32")
     yield _Product(name="smallest", tokens=1, lanes=(1, 1), weight="float32")
     yield _Product(name="fp8_block_float32_scales", tokens=4, lanes=(130, 260), weight="fp8_block", scale_fmt="float32")
+    yield _Product(name="fp8_block_fnuz", tokens=5, lanes=(130, 260), weight="fp8_block", dialect="fnuz")
     for weight in _LOW_BIT:
         rounded = _Product(
             name=f"{weight}_rounded_input", tokens=17, lanes=(48, 256), weight=weight, activation="fp8_group128"
@@ -96,7 +108,12 @@ def _case(product: _Product, dtype: str) -> Case:
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
         gen = generator(product.tokens)
         stored = stored_weight(
-            gen, *product.lanes, weight_format=product.weight, device=device, scale_fmt=product.scale_fmt
+            gen,
+            *product.lanes,
+            weight_format=product.weight,
+            device=device,
+            scale_fmt=product.scale_fmt,
+            dialect=product.dialect,
         )
         x_TK = normal(gen, product.tokens, product.lanes[1])
         if product.spread:
@@ -115,7 +132,7 @@ def _case(product: _Product, dtype: str) -> Case:
         run=run,
         formats={"compute": dtype, "weight": product.weight},
         semantics={
-            "fp8_dialect": "ocp" if product.weight in _WITH_FP8_CODES else "none",
+            "fp8_dialect": dialect_of(product.weight, product.dialect),
             "activation": product.activation,
         },
         size=product.size,

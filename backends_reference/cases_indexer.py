@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from halocline.backends_reference.case import DTYPES, Case, Size, call, generator, normal, rope_table
+from halocline.backends_reference.case import (
+    DTYPES,
+    Case,
+    Dialect,
+    Size,
+    call,
+    dialect_of,
+    generator,
+    normal,
+    rope_table,
+)
 from halocline.backends_reference.case_requests import Requests
 from halocline.hal.formats import RowFormat, cache_layout
 from halocline.hal.ops.indexer import IndexQuery
@@ -116,11 +126,14 @@ def cases() -> Iterator[Case]:
             if step.size == "small" or rounding != "none":
                 yield _prepare_query(step, dtype, rounding)
                 yield _logits(step, dtype, keys)
+        if step.name == "decode":
+            yield _prepare_query(step, "bfloat16", "fp8_row", "fnuz")
+            yield _logits(step, "bfloat16", "fp8_row", "fnuz")
         for scores in ("distinct", "infinite", "negative"):
             yield _select(step, scores)
 
 
-def _prepare_query(step: _Step, dtype: str, rounding: Rounding) -> Case:
+def _prepare_query(step: _Step, dtype: str, rounding: Rounding, dialect: Dialect = "ocp") -> Case:
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
         gen = generator(step.heads)
         num_tokens = sum(step.new)
@@ -133,25 +146,30 @@ def _prepare_query(step: _Step, dtype: str, rounding: Rounding) -> Case:
 
     return Case(
         op="indexer.prepare_query",
-        name=f"{rounding}_{step.name}",
+        name=f"{rounding}_{step.name}" if dialect == "ocp" else f"{rounding}_fnuz_{step.name}",
         dtype=dtype,
         run=run,
         formats={"compute": dtype},
         semantics={
             "rope_pairing": "adjacent",
             "index_query": rounding,
-            "fp8_dialect": "ocp" if rounding == "fp8_row" else "none",
+            "fp8_dialect": dialect_of(rounding, dialect),
         },
         traits=step.traits,
         size=step.size,
     )
 
 
-def _logits(step: _Step, dtype: str, keys: str) -> Case:
+def _logits(step: _Step, dtype: str, keys: str, dialect: Dialect = "ocp") -> Case:
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
         gen, requests = generator(step.width), step.requests
         layout = cache_layout(
-            "index_key", RowFormat(keys), width=step.width, rope_width=0, page_rows=step.page_tokens // 4
+            "index_key",
+            RowFormat(keys),
+            width=step.width,
+            rope_width=0,
+            page_rows=step.page_tokens // 4,
+            fp8_dialect=dialect,
         )
         cache = ops.kv_cache.allocate(layout, requests.num_token_pages, device=device)
         num_rows = requests.num_token_pages * layout.page_rows
@@ -159,7 +177,8 @@ def _logits(step: _Step, dtype: str, keys: str) -> Case:
         ops.kv_cache.write_rows(cache, slots_N, normal(gen, num_rows, step.width).to(device))
         start, stop = step.range
         # Queries of the served recipe are E4M3 codes whose scale lies in the weights.
-        kind = torch.float8_e4m3fn if keys == "fp8_row" else DTYPES[dtype]
+        codes = torch.float8_e4m3fn if dialect == "ocp" else torch.float8_e4m3fnuz
+        kind = codes if keys == "fp8_row" else DTYPES[dtype]
         q_THI = normal(gen, stop - start, step.heads, step.width).to(kind)
         weights_TH = normal(gen, stop - start, step.heads, std=(step.width * step.heads) ** -0.5)
         query = IndexQuery(q_THI.to(device), weights_TH.to(device))
@@ -167,11 +186,11 @@ def _logits(step: _Step, dtype: str, keys: str) -> Case:
 
     return Case(
         op="indexer.logits",
-        name=f"{keys}_{step.name}",
+        name=f"{keys}_{step.name}" if dialect == "ocp" else f"{keys}_fnuz_{step.name}",
         dtype=dtype,
         run=run,
         formats={"compute": dtype},
-        semantics={"cache_format": keys, "fp8_dialect": "ocp" if keys == "fp8_row" else "none"},
+        semantics={"cache_format": keys, "fp8_dialect": dialect_of(keys, dialect)},
         traits=step.traits,
         size=step.size,
     )

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from halocline.backends_reference.case import DTYPES, Case, Size, call, generator, normal, rope_table
+from halocline.backends_reference.case import (
+    DTYPES,
+    Case,
+    Dialect,
+    Size,
+    call,
+    dialect_of,
+    generator,
+    normal,
+    rope_table,
+)
 from halocline.backends_reference.case_requests import Requests
 from halocline.hal.formats import CacheLayout, RowFormat, cache_layout
 
@@ -18,8 +28,6 @@ if TYPE_CHECKING:
     from halocline.hal.ops import Ops
 
 __all__ = ["cases"]
-
-_WITH_FP8_CODES = ("fp8_block64", "fp8_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +41,7 @@ class _Rows:
         page_rows: Rows of a page.
         num_pages: Pages.
         count: Rows that are written or read; the last slot is one of them.
+        dialect: Of FP8 codes.
         size: Whether a CPU can afford it.
     """
 
@@ -42,25 +51,32 @@ class _Rows:
     page_rows: int = 8
     num_pages: int = 5
     count: int = 17
+    dialect: Dialect = "ocp"
     size: Size = "small"
 
     @property
     def name(self) -> str:
         """What tells it from the others."""
-        return f"{self.kind}_{self.stored}_{self.width}_pages_of_{self.page_rows}_{self.count}_rows"
+        stored = self.stored if self.dialect == "ocp" else f"{self.stored}_fnuz"
+        return f"{self.kind}_{stored}_{self.width}_pages_of_{self.page_rows}_{self.count}_rows"
 
     @property
     def layout(self) -> CacheLayout:
         """Bytes of a page; index keys have no lanes kept apart."""
         rope = 64 if self.kind == "latent" else 0
         return cache_layout(
-            self.kind, RowFormat(self.stored), width=self.width, rope_width=rope, page_rows=self.page_rows
+            self.kind,
+            RowFormat(self.stored),
+            width=self.width,
+            rope_width=rope,
+            page_rows=self.page_rows,
+            fp8_dialect=self.dialect,
         )
 
     @property
     def semantics(self) -> dict[str, str]:
         """What a kernel must honour."""
-        return {"cache_format": self.stored, "fp8_dialect": "ocp" if self.stored in _WITH_FP8_CODES else "none"}
+        return {"cache_format": self.stored, "fp8_dialect": dialect_of(self.stored, self.dialect)}
 
     def slots(self, gen: torch.Generator) -> Tensor:
         """Distinct slots in any order, the last of the cache among them."""
@@ -80,6 +96,8 @@ def cases() -> Iterator[Case]:
     for step in _STEPS:
         for dtype, stored in _PAIRS:
             yield _insert(step, dtype, stored)
+        if step.name == "mixed":
+            yield _insert(step, "bfloat16", "fp8_block64", "fnuz")
 
 
 def _all_rows() -> Iterator[_Rows]:
@@ -93,6 +111,8 @@ def _all_rows() -> Iterator[_Rows]:
         yield _Rows(kind="index_key", stored=stored, width=64, page_rows=32)
         for page_rows in (2, 64, 256):
             yield _Rows(kind="index_key", stored=stored, page_rows=page_rows)
+    yield _Rows(kind="latent", stored="fp8_block64", dialect="fnuz")
+    yield _Rows(kind="index_key", stored="fp8_row", dialect="fnuz")
     # 4.49 GB: the last page lies behind what 32 bits can address.
     yield _Rows(kind="latent", stored="fp8_block64", width=512, page_rows=256, num_pages=30_000, count=33, size="model")
 
@@ -210,7 +230,7 @@ _STEPS = (
 )
 
 
-def _insert(step: _Step, dtype: str, stored: str) -> Case:
+def _insert(step: _Step, dtype: str, stored: str, dialect: Dialect = "ocp") -> Case:
     requests = Requests(
         lengths=tuple(a + b for a, b in zip(step.fed, step.new, strict=True)),
         window_page_rows=step.page_rows,
@@ -222,7 +242,14 @@ def _insert(step: _Step, dtype: str, stored: str) -> Case:
         gen = generator(step.width)
         batch = requests.batch(step.fed, step.new, padding=step.padding, device=device)
         plan = ops.attention.plan(batch, requests.geometry, "paged")
-        layout = cache_layout("latent", RowFormat(stored), width=step.width, rope_width=64, page_rows=step.page_rows)
+        layout = cache_layout(
+            "latent",
+            RowFormat(stored),
+            width=step.width,
+            rope_width=64,
+            page_rows=step.page_rows,
+            fp8_dialect=dialect,
+        )
         cache = ops.kv_cache.allocate(layout, requests.num_window_pages, device=device)
         kv_TD = normal(gen, sum(step.new), step.width)
         if step.spread:
@@ -236,14 +263,14 @@ def _insert(step: _Step, dtype: str, stored: str) -> Case:
 
     return Case(
         op="kv_cache.insert_window",
-        name=f"{stored}_{step.name}",
+        name=f"{stored}_{step.name}" if dialect == "ocp" else f"{stored}_fnuz_{step.name}",
         dtype=dtype,
         run=run,
         formats={"compute": dtype},
         semantics={
             "rope_pairing": "adjacent",
             "cache_format": stored,
-            "fp8_dialect": "ocp" if stored in _WITH_FP8_CODES else "none",
+            "fp8_dialect": dialect_of(stored, dialect),
         },
         traits={"head_dim": step.width},
         size=step.size,

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from halocline.backends_reference.case import DTYPES, Case, Size, call, generator, normal, stored_weight
+from halocline.backends_reference.case import (
+    DTYPES,
+    Case,
+    Dialect,
+    Size,
+    call,
+    dialect_of,
+    generator,
+    normal,
+    stored_weight,
+)
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.ops.moe import Routing
 
@@ -37,6 +47,7 @@ class _Layer:
         chosen: Experts for each token.
         hidden: Lanes of a token.
         width: Lanes of an expert.
+        dialect: Of FP8 codes.
         activation: Rounding of the inputs of both products.
         limit: SwiGLU clamp.
         spread: Who is chosen: anyone, one expert first of all, or partly experts of other ranks (id -1).
@@ -51,11 +62,20 @@ class _Layer:
     chosen: int = 3
     hidden: int = 64
     width: int = 128
+    dialect: Dialect = "ocp"
     activation: Literal["none", "fp8_group128"] = "none"
     limit: float = 10.0
     spread: Spread = "even"
     std: float = 1.0
     size: Size = "small"
+
+    def stored(self, gen: torch.Generator, out: int, lanes: int, device: str) -> Weight:
+        """One matrix of every expert."""
+        if self.size == "model":
+            return _coded_weight(gen, self.experts, out, lanes, weight_format=self.weight, device=device)
+        return stored_weight(
+            gen, self.experts, out, lanes, weight_format=self.weight, device=device, dialect=self.dialect
+        )
 
     def routing(self, gen: torch.Generator, tokens: int, device: str) -> Routing:
         """Distinct experts in any order, with weights that sum to 1.5."""
@@ -88,6 +108,7 @@ def _layers() -> Iterator[_Layer]:
         yield _Layer(name=f"{weight}_no_limit", weight=weight, limit=0.0, std=4.0)
         yield _Layer(name=f"{weight}_tight_limit", weight=weight, limit=0.3)
         yield _Layer(name=f"{weight}_large_inputs", weight=weight, std=300.0)
+    yield _Layer(name="fp8_block_fnuz", weight="fp8_block", dialect="fnuz")
     yield _Layer(name="smallest", weight="float32", tokens=(1,), experts=1, chosen=1, hidden=1, width=1)
     yield _Layer(name="mxfp4_smallest", weight="mxfp4", tokens=(1, 2), experts=2, chosen=1, hidden=32, width=32)
     for weight in ("mxfp4", "fp8_block", "nvfp4"):
@@ -130,10 +151,8 @@ def _coded_weight(gen: torch.Generator, *shape: int, weight_format: str, device:
 def _case(layer: _Layer, dtype: str) -> Case:
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
         gen = generator(len(layer.name))
-        build = _coded_weight if layer.size == "model" else stored_weight
-        up, out = (layer.experts, 2 * layer.width, layer.hidden), (layer.experts, layer.hidden, layer.width)
-        gate_up = build(gen, *up, weight_format=layer.weight, device=device)
-        down = build(gen, *out, weight_format=layer.weight, device=device)
+        gate_up = layer.stored(gen, 2 * layer.width, layer.hidden, device)
+        down = layer.stored(gen, layer.hidden, layer.width, device)
         weights = ops.moe.prepare_experts(gate_up, down, activation=layer.activation)
         found: dict[str, Tensor] = {}
         for tokens in layer.tokens:
@@ -150,7 +169,7 @@ def _case(layer: _Layer, dtype: str) -> Case:
         run=run,
         formats={"compute": dtype, "weight": layer.weight},
         semantics={
-            "fp8_dialect": "ocp" if layer.weight in ("fp8_block", "nvfp4") else "none",
+            "fp8_dialect": dialect_of(layer.weight, layer.dialect),
             "activation": layer.activation,
             "swiglu_clamp": "gate_above_up_both",
             "weight_before_down": "yes",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,7 @@ from halocline.backends_reference.kv_cache import write_rows_reference
 from halocline.backends_reference.norm import root_mean_square_scale
 from halocline.backends_reference.plan import slots_of_positions
 from halocline.backends_reference.rope import rotate_tail
-from halocline.hal.errors import ShapeError
+from halocline.hal.errors import OutOfPagesError, ShapeError
 from halocline.hal.formats import RowFormat
 from halocline.hal.op import implements
 from halocline.hal.ops.attention import AttentionPlan
@@ -26,8 +28,12 @@ def allocate_state_reference(
     num_slots: int, lanes: int, *, ratio: int, extra_rows: int, device: str
 ) -> CompressorState:
     """See the contract."""
-    ring = (2 * ratio if ratio == 4 else ratio) + extra_rows
-    return CompressorState(rows_SB2C=torch.zeros((num_slots, ring, 2, lanes), device=device), ratio=ratio)
+    shape = (num_slots, (2 * ratio if ratio == 4 else ratio) + extra_rows, 2, lanes)
+    try:
+        return CompressorState(rows_SB2C=torch.zeros(shape, device=device), ratio=ratio)
+    except RuntimeError as error:
+        needed = 4 * math.prod(shape)
+        raise OutOfPagesError(f"state of {num_slots} requests ({needed} bytes) does not fit on {device}") from error
 
 
 @implements(insert)

@@ -54,30 +54,44 @@ def pack_rows(layout: CacheLayout, rows_ND: Tensor) -> tuple[Tensor, Tensor]:
         return rows.bfloat16().view(torch.uint8), none
     if layout.format is RowFormat.FP8_ROW:
         codes, scale_N = codecs.quantize_fp8_row(rows)
-        return codes.view(torch.uint8), scale_N[:, None].view(torch.uint8)
+        steps = scale_N[:, None] * (2.0 if _is_fnuz(layout) else 1.0)
+        return _in_dialect(layout, codes), steps.view(torch.uint8)
     if layout.format is RowFormat.FP4_GROUP32:
         return codecs.quantize_fp4_groups(rows, _KEY_GROUP)
     nope, tail = rows.split((layout.width - layout.rope_width, layout.rope_width), dim=1)
     codes, scales = codecs.quantize_fp8_groups(nope.contiguous(), _LATENT_GROUP)
-    data = torch.cat((codes.view(torch.uint8), tail.bfloat16().contiguous().view(torch.uint8)), dim=1)
+    if _is_fnuz(layout):
+        scales = scales.clamp_max(254) + 1  # 255 is NaN and stays it
+    data = torch.cat((_in_dialect(layout, codes), tail.bfloat16().contiguous().view(torch.uint8)), dim=1)
     unused = layout.row_bytes - data.shape[1] - scales.shape[1]
     return data, torch.nn.functional.pad(scales, (0, unused))
 
 
+def _is_fnuz(layout: CacheLayout) -> bool:
+    return layout.fp8_dialect == "fnuz"
+
+
+def _in_dialect(layout: CacheLayout, codes: Tensor) -> Tensor:
+    """Bytes of OCP codes. The same byte means half as much in FNUZ, where scales double; -0 has no byte there."""
+    code_bytes = codes.view(torch.uint8)
+    return code_bytes.masked_fill(code_bytes == 0x80, 0) if _is_fnuz(layout) else code_bytes
+
+
 def unpack_rows(layout: CacheLayout, data: Tensor, scales: Tensor) -> Tensor:
     """The float32 values of packed rows (N, D)."""
+    dialect: codecs.Dialect = "fnuz" if _is_fnuz(layout) else "ocp"
     if layout.format is RowFormat.FLOAT32:
         return data.contiguous().view(torch.float32)
     if layout.format is RowFormat.BFLOAT16:
         return data.contiguous().view(torch.bfloat16).float()
     if layout.format is RowFormat.FP8_ROW:
-        values: Tensor = codecs.decode_e4m3(data)
+        values: Tensor = codecs.decode_e4m3(data, dialect=dialect)
         return values * scales.contiguous().view(torch.float32)
     if layout.format is RowFormat.FP4_GROUP32:
         values = codecs.decode_e2m1(data).unflatten(1, (-1, _KEY_GROUP))
         return (values * codecs.decode_ue8m0(scales)[..., None]).flatten(1)
     nope = layout.width - layout.rope_width
-    values = codecs.decode_e4m3(data[:, :nope]).unflatten(1, (-1, _LATENT_GROUP))
+    values = codecs.decode_e4m3(data[:, :nope], dialect=dialect).unflatten(1, (-1, _LATENT_GROUP))
     steps = codecs.decode_ue8m0(scales[:, : nope // _LATENT_GROUP])
     tail = data[:, nope:].contiguous().view(torch.bfloat16).float()
     return torch.cat(((values * steps[..., None]).flatten(1), tail), dim=1)

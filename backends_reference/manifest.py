@@ -24,10 +24,7 @@ _SEMANTICS = {
     "weight_before_down": ("yes",),
 }
 
-
-# Packed rows are written in the OCP dialect only; weights are read in both.
 _CACHE = "cache_format fp8_dialect"
-_CACHE_DIALECTS = ("none", "ocp")
 
 
 def _reference(op: str, semantics: str = "", *, home: str = "", prepare: str = "") -> KernelSpec:
@@ -40,10 +37,7 @@ def _reference(op: str, semantics: str = "", *, home: str = "", prepare: str = "
         target=f"{module}:{short}_reference",
         prepare=f"{_HOME}.{prepare}" if prepare else "",
         formats={"compute": _COMPUTE, "weight": _WEIGHTS},
-        semantics={
-            name: _CACHE_DIALECTS if name == "fp8_dialect" and _CACHE in semantics else _SEMANTICS[name]
-            for name in semantics.split()
-        },
+        semantics={name: _SEMANTICS[name] for name in semantics.split()},
         deterministic="batch",
         rank=0,
         status={"cpu": "run"},

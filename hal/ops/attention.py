@@ -117,6 +117,7 @@ def plan(
 
     Raises:
         ShapeError: If `reuse` has another capacity.
+    Numerics: whole numbers, exact.
     """
     raise NotImplementedError
 
@@ -174,11 +175,12 @@ def sparse_decode(
         scale: Multiplies q . row.
 
     Returns:
-        Output and log-sum-exp. A query that sees no row gives zeros.
+        Output and log-sum-exp. A query that sees no row gives zeros, and +inf for its log-sum-exp.
 
     Raises:
         ShapeError: If head width and row width differ, or only one of cache and rows is given.
-    Numerics: softmax and accumulation in float32. Window and compressed rows form one softmax.
+    Numerics: softmax and accumulation in float32. Window and compressed rows form one softmax. A sink of -inf takes
+        no share, one of +inf takes all. Rows that no query selects may hold NaN.
     Source: DeepSeek-V4 report, sparse attention; rows after FlashMLA's sparse decode.
     """
     raise NotImplementedError

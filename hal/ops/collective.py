@@ -41,6 +41,10 @@ def all_reduce(x_TD: Tensor, group: ProcessGroup) -> Tensor:
 
     Returns:
         The sum, on every rank; may share memory with `x_TD`.
+
+    Raises:
+        InputError: If the kernel cannot serve a group of that size.
+    Numerics: sums in float32 or in the element type, in an order that depends on the group alone.
     """
     raise NotImplementedError
 
@@ -55,5 +59,9 @@ def all_gather(x_TD: Tensor, group: ProcessGroup) -> Tensor:
 
     Returns:
         (..., size * last axis), on every rank.
+
+    Raises:
+        InputError: If the kernel cannot serve a group of that size.
+    Numerics: nothing is computed.
     """
     raise NotImplementedError

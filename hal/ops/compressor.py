@@ -47,7 +47,11 @@ def allocate_state(num_slots: int, lanes: int, *, ratio: int, extra_rows: int, d
         device: Where, in torch's words.
 
     Returns:
-        The state; its bytes are exactly num_slots * ring rows * 2 * lanes * 4.
+        The state; its bytes are exactly num_slots * ring rows * 2 * lanes * 4. What it holds is undefined.
+
+    Raises:
+        OutOfPagesError: If the device has not enough memory, with both numbers.
+    Numerics: float32 rows, whatever the compute type.
     """
     raise NotImplementedError
 

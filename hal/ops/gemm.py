@@ -42,6 +42,7 @@ def prepare_linear(weight: Weight, *, activation: Literal["none", "fp8_group128"
 
     Raises:
         ShapeError: If the scales do not fit the matrix.
+    Numerics: the matrix stands for the same values before and after, up to what `linear` tolerates.
     """
     raise NotImplementedError
 

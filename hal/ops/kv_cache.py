@@ -55,6 +55,7 @@ def allocate(layout: CacheLayout, num_pages: int, *, device: str) -> CacheHandle
 
     Raises:
         OutOfPagesError: If the device has not enough memory, with both numbers.
+    Numerics: every row reads as zeros.
     """
     raise NotImplementedError
 
@@ -72,6 +73,8 @@ def read_rows(cache: CacheHandle, slots_N: Tensor) -> Tensor:
 
     Raises:
         ShapeError: If a slot lies behind the cache.
+    Numerics: exact: code times scale in float32. Byte offsets are 64-bit.
+    Source: DeepSeek-V4 report; layouts after FlashMLA's sparse decode and DeepGEMM's paged index logits.
     """
     raise NotImplementedError
 
@@ -87,7 +90,9 @@ def write_rows(cache: CacheHandle, slots_N: Tensor, rows_ND: Tensor) -> None:
 
     Raises:
         ShapeError: If the widths differ or a slot lies behind the cache.
-    Numerics: E4M3 and E2M1 groups take the scale rule of `halocline.hal.codecs`.
+    Numerics: E4M3 and E2M1 groups take the scale rule of `halocline.hal.codecs`. In the FNUZ dialect a code keeps its
+        OCP byte, which means half as much there (-0 becomes 0), and its scale doubles. Byte offsets are 64-bit.
+    Source: DeepSeek-V4 report; layouts after FlashMLA's sparse decode and DeepGEMM's paged index logits.
     """
     raise NotImplementedError
 

@@ -125,6 +125,7 @@ def prepare_experts(gate_up: Weight, down: Weight, *, activation: Literal["none"
 
     Raises:
         ShapeError: If the two stacks do not fit each other.
+    Numerics: the matrices stand for the same values before and after, up to what `experts` tolerates.
     """
     raise NotImplementedError
 

@@ -15,13 +15,14 @@ import torch
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+FLOAT8 = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz}
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def numbers(tensor: torch.Tensor) -> Array:
     """A tensor of any float type as float64."""
-    if tensor.element_size() == 1 and tensor.is_floating_point():
-        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    if tensor.dtype in FLOAT8:
+        return tensor.view(torch.uint8).numpy().view(FLOAT8[tensor.dtype]).astype(np.float64)
     return tensor.detach().double().numpy()
 
 
@@ -65,17 +66,23 @@ def page_of(cache: Any, slot: int) -> tuple[Array, int]:
     return cache.pages[page].numpy(), row
 
 
+def codes_of(layout: Any) -> tuple[Any, int]:
+    """E4M3 in the dialect of a layout, and how many times larger its scales are than those of OCP codes."""
+    return (ml_dtypes.float8_e4m3fnuz, 2) if layout.fp8_dialect == "fnuz" else (ml_dtypes.float8_e4m3fn, 1)
+
+
 def read_row(cache: Any, slot: int) -> Array:
     """float64 lanes of one row."""
     layout, (raw, s) = cache.layout, page_of(cache, slot)
     width, page_rows = layout.width, layout.page_rows
+    e4m3, _ = codes_of(layout)
     if layout.format.value == "float32":
         return raw[s * 4 * width : (s + 1) * 4 * width].view("<f4").astype(np.float64)
     if layout.format.value == "bfloat16":
         return raw[s * 2 * width : (s + 1) * 2 * width].view(ml_dtypes.bfloat16).astype(np.float64)
     if layout.format.value == "fp8_row":
         scale = raw[page_rows * width + 4 * s :][:4].view("<f4").astype(np.float64)
-        return raw[s * width : (s + 1) * width].view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+        return raw[s * width : (s + 1) * width].view(e4m3).astype(np.float64) * scale
     if layout.format.value == "fp4_group32":
         packed = raw[s * width // 2 : (s + 1) * width // 2]
         codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(-1, 32)
@@ -83,7 +90,7 @@ def read_row(cache: Any, slot: int) -> Array:
         return (E2M1[codes] * 2.0 ** (scales[:, None].astype(np.float64) - 127)).reshape(-1)
     nope = width - layout.rope_width
     data = nope + 2 * layout.rope_width
-    codes = raw[s * data : s * data + nope].view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(-1, 64)
+    codes = raw[s * data : s * data + nope].view(e4m3).astype(np.float64).reshape(-1, 64)
     scales = raw[page_rows * data + 8 * s :][: nope // 64].view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
     tail = raw[s * data + nope : (s + 1) * data].view(ml_dtypes.bfloat16).astype(np.float64)
     return np.concatenate(((codes * scales[:, None]).reshape(-1), tail))
@@ -93,6 +100,7 @@ def write_row(cache: Any, slot: int, lanes: Array) -> None:
     """Rounds and stores one row of float64 lanes."""
     layout, (raw, s) = cache.layout, page_of(cache, slot)
     width, page_rows = layout.width, layout.page_rows
+    e4m3, doubled = codes_of(layout)
     if layout.format.value == "float32":
         raw[s * 4 * width : (s + 1) * 4 * width] = lanes.astype("<f4").view(np.uint8)
     elif layout.format.value == "bfloat16":
@@ -100,8 +108,8 @@ def write_row(cache: Any, slot: int, lanes: Array) -> None:
     elif layout.format.value == "fp8_row":
         single = lanes.astype(np.float32)
         scale = np.maximum(np.abs(single).max(), np.float32(1e-8)) / np.float32(448)
-        raw[s * width : (s + 1) * width] = (single / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        raw[page_rows * width + 4 * s :][:4] = scale.reshape(1).view(np.uint8)
+        raw[s * width : (s + 1) * width] = (single / scale / np.float32(doubled)).astype(e4m3).view(np.uint8)
+        raw[page_rows * width + 4 * s :][:4] = (scale * np.float32(doubled)).reshape(1).view(np.uint8)
     elif layout.format.value == "fp4_group32":
         for group, part in enumerate(lanes.reshape(-1, 32)):
             scale = power_of_two_above(max(np.abs(part).max(), 6 * 2.0**-126) / 6)
@@ -117,8 +125,8 @@ def write_row(cache: Any, slot: int, lanes: Array) -> None:
             if np.isnan(part).any():  # no finite scale: the row reads as NaN
                 raw[start : start + 64], raw[page_rows * data + 8 * s + group] = 0x7F, 255
                 continue
-            scale = power_of_two_above(max(np.abs(part).max(), float(np.float32(1e-4))) / 448)
-            raw[start : start + 64] = (part / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+            scale = doubled * power_of_two_above(max(np.abs(part).max(), float(np.float32(1e-4))) / 448)
+            raw[start : start + 64] = (part / scale).astype(e4m3).view(np.uint8)
             raw[page_rows * data + 8 * s + group] = round(math.log2(scale)) + 127
         raw[s * data + nope : (s + 1) * data] = lanes[nope:].astype(ml_dtypes.bfloat16).view(np.uint8)
 

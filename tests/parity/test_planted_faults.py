@@ -35,7 +35,7 @@ FAULTS = [
 PREPARES = {"gemm.linear": "planted:prepare_linear", "moe.experts": "planted:prepare_experts"}
 
 
-@pytest.mark.parametrize(("op", "fault", "shown_by"), FAULTS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("op", "fault", "shown_by"), FAULTS, ids=str)
 def test_a_planted_fault_is_caught(
     op: str, fault: str, shown_by: str, bench_with: Callable[..., Workbench], spec_of: Any
 ) -> None:
@@ -142,7 +142,7 @@ class TestCommand:
     ) -> None:
         bench = bench_with("attention.sparse_decode", "planted:last_rows_unwritten")
         assert self.run(monkeypatch, bench, kernel="planted", as_json=True) == 1
-        answer = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+        answer = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
         (row,) = answer["kernels"]
         assert (row["op"], row["kernel"], row["within"], row["not_taken"]) == (
             "attention.sparse_decode", "planted", False, 0,
