@@ -21,6 +21,7 @@ from halocline.engine.progress import progress_bar
 from halocline.engine.prompt import DEFAULT_EFFORT, Prompter, check_effort
 from halocline.engine.sampler import Sampler
 from halocline.engine.tokenizer import Tokenizer
+from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.errors import CheckpointError, ConfigError, lines
 from halocline.hal.formats import Recipe, recipe
 from halocline.hal.probe import probe
@@ -31,6 +32,7 @@ from halocline.models.checkpoint import Checkpoint
 from halocline.models.checkpoint_source import CheckpointSource
 
 if TYPE_CHECKING:
+    from halocline.engine.graphs import GraphCapture
     from halocline.hal.device import Device
     from halocline.hal.ops import Ops
     from halocline.hal.table import KernelTable
@@ -58,6 +60,8 @@ class LoadOptions:
         memory_fraction: Share of the device's memory to use in all; None is 0.9 on a GPU.
         cache_bytes: Bytes of the caches, instead of a share; at most 4 GiB on a CPU if neither is given.
         prefix_caching: Whether finished work is kept for prompts that begin alike.
+        graph_sizes: Batch sizes whose decode steps are captured; None is powers of two where the device has graphs and
+            nothing looks into the steps (comparison, recording), empty is none.
         settings: Of the process when left out.
         progress: Whether to draw bars; None draws them if stderr is a terminal.
     """
@@ -72,6 +76,7 @@ class LoadOptions:
     memory_fraction: float | None = None
     cache_bytes: int | None = None
     prefix_caching: bool = True
+    graph_sizes: tuple[int, ...] | None = None
     settings: Settings = field(default_factory=process_settings)
     progress: bool | None = None
 
@@ -137,10 +142,12 @@ class PreparedModel:
             settings=options.settings,
             flags=options.kernels,
             device=device,
+            graphs=bool(options.graph_sizes),
         )
         ops_of_layer = functools.cache(functools.partial(load_ops, table))
         model = _read_weights(checkpoint, chosen, table, ops_of_layer, options)
-        engine = _make_engine(model, checkpoint, device, load_ops(table), options)
+        capture = None if table.watch is not None else load_backend(load_manifests(), device.vendor)
+        engine = _make_engine(model, checkpoint, device, load_ops(table), options, capture)
         return LoadedModel(
             options=options,
             recipe=chosen,
@@ -225,7 +232,14 @@ def _read_weights(
     return model
 
 
-def _make_engine(model: CausalModel, checkpoint: Checkpoint, device: Device, ops: Ops, options: LoadOptions) -> Engine:
+def _make_engine(
+    model: CausalModel,
+    checkpoint: Checkpoint,
+    device: Device,
+    ops: Ops,
+    options: LoadOptions,
+    capture: GraphCapture | None,
+) -> Engine:
     """Sizes the caches by what is left beside the weights, allocates them and warms up."""
     max_requests = (256 if device.is_gpu else 32) if options.max_requests is None else options.max_requests
     max_step_tokens = max(8192 if device.is_gpu else 1024, max_requests)
@@ -235,10 +249,18 @@ def _make_engine(model: CausalModel, checkpoint: Checkpoint, device: Device, ops
         max_positions=options.max_positions,
         max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
         prefix_caching=options.prefix_caching,
+        graph_sizes=_graph_sizes(options, max_requests) if capture is not None else (),
         eos_ids=checkpoint.config.eos_token_ids,
     )
     sampler = Sampler(max_requests, model.vocab_size, ops, device.torch_device)
-    return Engine(model, sampler, config, device=device.torch_device)
+    return Engine(model, sampler, config, device=device.torch_device, capture=capture)
+
+
+def _graph_sizes(options: LoadOptions, max_requests: int) -> tuple[int, ...]:
+    """As asked for, else powers of two up to the requests in flight, and these."""
+    if options.graph_sizes is not None:
+        return options.graph_sizes
+    return (*(1 << bit for bit in range((max_requests - 1).bit_length())), max_requests)
 
 
 def _cache_bytes(device: Device, options: LoadOptions) -> int:
