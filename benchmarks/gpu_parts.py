@@ -195,17 +195,18 @@ def graphs(rows: Rows, options: argparse.Namespace) -> None:
             rows.add("graph.finite", bool(out.isfinite().all()), "bool", params={"kernels": name})
 
 
-def _flash(flags: Sequence[str]) -> Any:
+def _flash(flags: Sequence[str], layers: int) -> Any:
     config = FLASH.replace(
-        num_hidden_layers=_FLASH_LAYERS,
-        compress_ratios=FLASH.compress_ratios[:_FLASH_LAYERS],
+        num_hidden_layers=layers,
+        compress_ratios=FLASH.compress_ratios[:layers],
         num_nextn_predict_layers=0,
     )
     return random_model(config, flags, max_positions=_CONTEXT + 256)
 
 
-def _time_decode(rows: Rows, name: str, model: Any, *, warm: bool) -> None:
-    for batch, roof in _SERIAL_ROOF.items():
+def _time_decode(rows: Rows, name: str, model: Any, batches: Sequence[int], *, warm: bool) -> None:
+    for batch in batches:
+        roof = _SERIAL_ROOF[batch]
         with rows.guard("decode", kernels=name, batch=batch, warm=warm):
             step = DecodeStep(model, batch=batch, max_positions=_CONTEXT + 256)
             step.place([_CONTEXT] * batch)
@@ -276,11 +277,16 @@ def _bench(rows: Rows, options: argparse.Namespace, name: str) -> None:
     flags = PORTABLE if name == "portable" else _library_flags(options.without)
     start = time.perf_counter()
     with rows.guard("decode.load", kernels=name):
-        model, table = _flash(flags)
+        # Four layers have every shape; they suffice to compile.
+        model, table = _flash(flags, 4 if options.warm else _FLASH_LAYERS)
         torch.cuda.synchronize()
         rows.add("decode.weights", time.perf_counter() - start, "s", params={"kernels": name, "table": table.summary()})
-        _time_decode(rows, name, model, warm=options.warm)
-        _time_prefill(rows, name, model, warm=options.warm)
+        batches = [int(shape) for shape in options.shapes if shape != "prefill"]
+        if options.shapes[0] == "prefill":
+            _time_prefill(rows, name, model, warm=options.warm)
+        _time_decode(rows, name, model, batches, warm=options.warm)
+        if "prefill" in options.shapes[1:]:
+            _time_prefill(rows, name, model, warm=options.warm)
 
 
 def decode(rows: Rows, options: argparse.Namespace) -> None:
@@ -310,9 +316,11 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     parser.add_argument("--families", nargs="*", default=[], metavar="FAMILY", help="of ops, for the part `cases`")
     parser.add_argument("--warm", action="store_true", help="compile only: run each shape once, time nothing")
+    shapes = [*map(str, _SERIAL_ROOF), "prefill"]
+    parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes, help="what is timed, in this order")
     parser.add_argument("--without", nargs="*", default=[], metavar="OP", help="ops to leave to the portable kernels")
     options = parser.parse_args(list(arguments))
-    part = " ".join([options.part, *options.families, *(["(warm)"] if options.warm else [])])
+    part = " ".join([options.part, *options.families, *(["(warm)", *options.shapes] if options.warm else [])])
     rows = Rows(options.rows or options.out / "rows.jsonl", part=part, commit=options.commit)
     PARTS[options.part](rows, options)
     return 0
