@@ -35,7 +35,11 @@ _SIDE_BY_SIDE = (
     ("cases", "--families", "moe"),
     ("cases", "--families", "indexer", "norm", "sampling", "collective"),
 )
-_ALONE = (("decode_libraries",), ("decode",))
+_ALONE = (
+    ("decode_libraries",),
+    ("decode",),
+    ("decode_libraries", "--shapes", "1", "32", "--without"),
+)
 _POLL_SECONDS = 0.5
 
 

@@ -237,9 +237,7 @@ class Mhc:
 
 
 @pytest.mark.parametrize(("hidden", "splits"), [(64, 4), (256, 16), (4096, 16), (16, 1)])
-def test_hyper_connections(
-    library: Library, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int
-) -> None:
+def test_hyper_connections(library: Library, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int) -> None:
     monkeypatch.setattr(hyper_connection_flashinfer, "_mhc", Mhc)
     streams, fn = normal(3, 4, hidden).bfloat16(), normal(24, 4 * hidden, seed=1) / hidden**0.5
     base, scale = normal(24, seed=2), normal(3, seed=3)

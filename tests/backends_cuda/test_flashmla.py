@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,7 +94,7 @@ def _softmax(q: Tensor, rows: Tensor, seen: Tensor, scale: float, sink: Tensor) 
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
     taken = FlashMla(
         decode=found.decode,
@@ -109,7 +109,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
         out_ND.copy_(read_rows_reference(CacheHandle(layout=layout, num_pages=len(pages), pages=pages), slots))
 
     monkeypatch.setattr(prefill_workspace, "read_rows", read_rows)
-    yield found
+    return found
 
 
 def queries(num_tokens: int, num_heads: int) -> tuple[Tensor, Tensor]:
