@@ -116,7 +116,7 @@ class Device:
         memory: Bytes of device memory; 0 when unknown.
         shared_memory: Bytes of on-chip memory for one block.
         wave_size: Lanes that run in step.
-        fp8_dialect: Dialect that its E4M3 units read; each cache and weight states its own.
+        fp8_dialect: Dialect that its E4M3 units read, and of the caches kept on it; each weight states its own.
         features: Hardware features that kernels may need.
         num_devices: Visible devices of this kind.
         origin: How this is known: `nvml`, `amdsmi`, `torch`, `profile`, `setting`.

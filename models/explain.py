@@ -89,6 +89,7 @@ def describe_model(
                 tp_size=tp_size,
                 a2a=a2a,
                 prefill_layout=layout,
+                cache_dialect=device.fp8_dialect,
             )
         )
 

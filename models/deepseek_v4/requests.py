@@ -44,7 +44,7 @@ def kernel_requests(
         tp_size: Ranks that share the heads.
         a2a: How tokens reach the ranks that hold their experts; `none` when every rank sees all tokens.
         prefill_layout: From `halocline.hal.prefill_layout`.
-        cache_dialect: FP8 dialect in which the model allocates its caches.
+        cache_dialect: FP8 dialect of the caches, that of the device.
 
     Returns:
         Requests with explicit layers for what layers call (draft layers counted on behind the main ones).
