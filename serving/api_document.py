@@ -87,17 +87,17 @@ def _value(schema: Schema) -> str:
         return f"object, `{tag}` {', '.join(names)}"
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
+    return _plain_value(schema)
+
+
+def _plain_value(schema: Schema) -> str:
     kind = str(schema["type"])
     if kind in ("integer", "number"):
         return f"{kind}, {_bound(schema['minimum'])} to {_bound(schema['maximum'])}"
     if kind == "array":
         return f"list of {_value(schema['items'])}"
-    if kind == "object" and "properties" in schema:
-        return (
-            "object with " + ", ".join(f"`{name}`" for name in schema["properties"])
-            if schema["properties"]
-            else "object"
-        )
+    if schema.get("properties"):
+        return "object with " + ", ".join(f"`{name}`" for name in schema["properties"])
     return kind
 
 

@@ -24,6 +24,8 @@ __all__ = ["THINK_END", "OutputParser", "Vocabulary", "output_error"]
 logger = logging.getLogger(__name__)
 
 THINK_END = "</think>"
+MARKUP = "｜DSML｜"
+_TAG_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +36,13 @@ class Vocabulary:
         prompter: Holds the tokenizers.
         silent_ids: Tokens that are never text: the model's end tokens and its BOS.
         think_end: Token that ends the reasoning, or -1.
+        markup: Token that stands in every tag of tool calls, or -1.
     """
 
     prompter: Prompter
     silent_ids: frozenset[int]
     think_end: int
+    markup: int
 
     @classmethod
     def of(cls, prompter: Prompter, eos_ids: Sequence[int]) -> Vocabulary:
@@ -47,6 +51,7 @@ class Vocabulary:
             prompter=prompter,
             silent_ids=frozenset((*eos_ids, prompter.bos_id)),
             think_end=prompter.tokenizer.control_ids.get(THINK_END, -1),
+            markup=prompter.tokenizer.control_ids.get(MARKUP, -1),
         )
 
 
@@ -63,8 +68,11 @@ class OutputParser:
         "_detokenizer",
         "_in_reasoning",
         "_is_over",
+        "_parses_calls",
+        "_previous",
         "_processor",
         "_stop_ids",
+        "_tag",
         "_unclear",
         "_vocabulary",
         "_wants_logprobs",
@@ -95,8 +103,11 @@ class OutputParser:
         self._vocabulary = vocabulary
         self._stop_ids = frozenset(stop_ids)
         self._wants_logprobs = wants_logprobs
+        self._parses_calls = parsing.parse_tool_calls
         stage = parsing.thinking_initial_stage
         self._in_reasoning = stage is not None and bool(stage.starts_in_reasoning())
+        self._tag: list[int] | None = None
+        self._previous = -1
         self._detokenizer: Detokenizer | None = None
         self._unclear = ""
         self.num_tokens = 0
@@ -130,6 +141,7 @@ class OutputParser:
             logprobs = [_logprob(delta.logprobs[place])] if self._wants_logprobs and delta.logprobs else None
             chunks += self._processor.push(recipe.InferenceChunk.tokens([token_id], logprobs))
             self._track(token_id)
+            self._track_tag(token_id)
             if self._processor.finished:
                 self._is_over = True
                 self.stopped_early = delta.finish_reason is None
@@ -139,8 +151,13 @@ class OutputParser:
         return chunks
 
     def _end(self, reason: str) -> list[Any]:
-        """Chunks of the end, with the text that the parser would drop."""
+        """Chunks of the end, with the text that the parser would drop.
+
+        An output that ends inside a call was cut, whatever the model thought: its arguments are no JSON.
+        """
         chunks: list[Any] = []
+        if reason == "stop" and self._ends_in_a_call():
+            reason = "length"
         rest = self._unclear + (self._detokenizer.flush() if self._detokenizer is not None else "")
         if rest:
             chunks += self._processor.push(recipe.InferenceChunk.text(rest))
@@ -163,6 +180,21 @@ class OutputParser:
         self._unclear += detokenizer.push(token_id)
         if not detokenizer.waiting and not self._unclear.endswith(REPLACEMENT):
             self._unclear, self._detokenizer = "", None
+
+    def _track_tag(self, token_id: int) -> None:
+        """Remembers the last tag of a call: what stands before its markup token, and the first tokens after it."""
+        if token_id == self._vocabulary.markup and not self._in_reasoning:
+            self._tag = [self._previous]
+        elif self._tag is not None and len(self._tag) < _TAG_TOKENS:
+            self._tag.append(token_id)
+        self._previous = token_id
+
+    def _ends_in_a_call(self) -> bool:
+        """Whether the last tag of a call opens something."""
+        if self._tag is None or not self._parses_calls:
+            return False
+        before, *after = [self._vocabulary.prompter.tokenizer.token_bytes(one) for one in self._tag]
+        return not (before.endswith(b"/") and b"".join(after).startswith((b"invoke", b"tool_calls")))
 
 
 def _logprob(entry: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:

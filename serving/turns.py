@@ -19,10 +19,10 @@ from halocline.hal.errors import RequestError
 from halocline.serving.errors import ApiError, bad_field, from_request_error
 from halocline.serving.grammar_spec import GrammarSpec
 from halocline.serving.grammar_tools import OfferedTool, ToolGrammar, tool_grammar
+from halocline.serving.output_parser import MARKUP
 
-__all__ = ["MARKUP", "ToolUse", "Turn", "TurnWishes", "make_turn", "offered_tools"]
+__all__ = ["ToolUse", "Turn", "TurnWishes", "check_named", "make_turn", "offered_tools"]
 
-MARKUP = "｜DSML｜"
 # What the recipe's bindings raise for values that they cannot take.
 _RECIPE_REFUSES = (ValueError, TypeError, RuntimeError, OverflowError)
 

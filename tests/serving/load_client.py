@@ -1,4 +1,7 @@
-"""Many streams over raw sockets, and what they cost the server. As a script: `load_client.py PORT PID [STREAMS TOKENS]`."""
+"""Many streams over raw sockets, and what they cost the server.
+
+As a script: `load_client.py PORT PID [STREAMS TOKENS]`.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +68,14 @@ def request(tokens: int, *, stream: bool = True) -> bytes:
             "thinking": {"type": "disabled"},
         }
     )
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    return (head + body).encode()
+    return raw_request("/v1/chat/completions", body)
+
+
+def raw_request(path: str, body: str) -> bytes:
+    """A POST of JSON as the bytes of HTTP."""
+    data = body.encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    return head.encode() + data
 
 
 def cpu_seconds(pid: int) -> float:

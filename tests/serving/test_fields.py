@@ -113,7 +113,7 @@ def test_every_field_says_what_it_does(path: str) -> None:
         assert text == text.strip()
 
 
-# ---- honoured means that it does something ----------------------------------------------------------------------------
+# ---- honoured means that it does something ----------------------------------------------------------------------
 
 
 def ask(inside: Any, **more: Any) -> Any:
@@ -188,7 +188,7 @@ def test_other_protocols_reach_the_engine(
     assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.25, 7, 3, 6)
 
 
-# ---- documents --------------------------------------------------------------------------------------------------------
+# ---- documents --------------------------------------------------------------------------------------------------
 
 
 def test_api_md_is_what_the_tables_say(root: Path) -> None:

@@ -68,7 +68,7 @@ def _command(name: str) -> bytes:
         return b""
 
 
-# ---- start ----------------------------------------------------------------------------------------------------------
+# ---- start ------------------------------------------------------------------------------------------------------
 
 
 def test_start_is_quiet_and_ready(start_server: Start) -> None:
@@ -95,7 +95,7 @@ def test_a_taken_port_is_told_at_once(start_server: Start) -> None:
     assert any("cannot listen on 127.0.0.1 port" in line for line in server.lines)
 
 
-# ---- stop -----------------------------------------------------------------------------------------------------------
+# ---- stop -------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_signal_drains(start_server: Start) -> None:
@@ -134,7 +134,7 @@ def test_an_idle_server_stops_at_the_first_signal(start_server: Start) -> None:
     wait_until(lambda: not _command(str(child)))
 
 
-# ---- the engine's death ---------------------------------------------------------------------------------------------
+# ---- the engine's death -----------------------------------------------------------------------------------------
 
 
 def test_kill_9_of_the_engine(start_server: Start) -> None:

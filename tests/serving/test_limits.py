@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from in_process import InProcessServer, say
+from load_client import raw_request
 from test_lifecycle import body, get, post, wait_until
 
 from halocline.serving.engine_client import MAX_BACKLOG, TokenDelta, TokenStream
@@ -25,7 +26,7 @@ async def with_server(config: ServerConfig, work: Callable[[InProcessServer], An
         return await work(server)
 
 
-# ---- keys -----------------------------------------------------------------------------------------------------------
+# ---- keys -------------------------------------------------------------------------------------------------------
 
 KEYS = ServerConfig(name="tiny", api_keys=("right", "other"))
 
@@ -66,7 +67,7 @@ def test_anthropic_errors_have_their_form() -> None:
     assert answer.json()["type"] == "error"
 
 
-# ---- origins --------------------------------------------------------------------------------------------------------
+# ---- origins ----------------------------------------------------------------------------------------------------
 
 
 def test_no_origin_is_allowed_unless_named(inside: Any) -> None:
@@ -99,7 +100,7 @@ def test_what_a_foreign_page_may_send_unasked_is_refused(inside: Any, kind: str)
     assert answer.status == 415
 
 
-# ---- bodies ---------------------------------------------------------------------------------------------------------
+# ---- bodies -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_a_large_body_is_taken(inside: Any) -> None:
     assert "context" in answer.json()["error"]["message"]
 
 
-# ---- counts ---------------------------------------------------------------------------------------------------------
+# ---- counts -----------------------------------------------------------------------------------------------------
 
 
 def test_too_many_requests() -> None:
@@ -181,7 +182,7 @@ def test_too_many_requests() -> None:
     assert asyncio.run(with_server(config, work)) == [200, 200, 429, 429, 429, 200]
 
 
-# ---- slow and strange clients ---------------------------------------------------------------------------------------
+# ---- slow and strange clients -----------------------------------------------------------------------------------
 
 
 def test_a_stream_nobody_reads_is_given_up() -> None:
@@ -217,8 +218,7 @@ def test_a_slow_client_holds_no_memory(start_server: Start) -> None:
             "logprobs": 5,
         }
     )
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-    sock.sendall(head.encode() + text.encode())
+    sock.sendall(raw_request("/v1/completions", text))
     wait_until(lambda: get(server, "/stats")[1]["engine"]["decode_tokens"] > 0)
     wait_until(lambda: get(server, "/stats")[1]["engine"]["running"] == 0, 20)
     assert get(server, "/stats")[1]["engine"]["decode_tokens"] < 64_000
@@ -233,8 +233,7 @@ def test_half_closed_connections(live: Any) -> None:
     for _ in range(20):
         sock = socket.create_connection(("127.0.0.1", live.port), timeout=10)
         text = body(say("word ", repeat=50), stream=True)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-        sock.sendall(head.encode() + text.encode())
+        sock.sendall(raw_request("/v1/chat/completions", text))
         sock.shutdown(socket.SHUT_WR)
         socks.append(sock)
     for sock in socks:
@@ -249,7 +248,7 @@ def test_half_a_request(live: Any) -> None:
     for data in (
         b"",
         b"POST /v1",
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\ncontent-type: application/json\r\n\r\n{",
+        raw_request("/v1/chat/completions", "{" + " " * 500)[:-500],
     ):
         sock = socket.create_connection(("127.0.0.1", live.port), timeout=10)
         sock.sendall(data)
@@ -280,7 +279,7 @@ def test_a_thousand_idle_connections(live: Any) -> None:
     assert get(live, "/health")[0] == 200
 
 
-# ---- what answers never say -----------------------------------------------------------------------------------------
+# ---- what answers never say -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

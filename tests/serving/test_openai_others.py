@@ -17,7 +17,7 @@ FIND: dict[str, Any] = {"type": "function", "name": "find", "parameters": PARAME
 NONE = {"effort": "none"}
 
 
-# ---- completions ----------------------------------------------------------------------------------------------------
+# ---- completions ------------------------------------------------------------------------------------------------
 
 
 def complete(client: Any, prompt: Any, **more: Any) -> Any:
@@ -123,7 +123,7 @@ def test_bad_completion_fields_are_named(openai_client: Any, more: dict[str, Any
     assert caught.value.param == param
 
 
-# ---- responses ------------------------------------------------------------------------------------------------------
+# ---- responses --------------------------------------------------------------------------------------------------
 
 
 def respond(client: Any, given: Any, **more: Any) -> Any:
@@ -287,7 +287,7 @@ def test_a_failing_response(openai_client: Any, stream: bool) -> None:
     assert "secret" not in str(caught.value)
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
+# ---- models -----------------------------------------------------------------------------------------------------
 
 
 def test_models(openai_client: Any) -> None:

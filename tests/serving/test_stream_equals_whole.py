@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -22,7 +23,7 @@ TOOLS = [
 ]
 
 
-# ---- the pieces of an answer: Hangul and joined emoji, stop strings, markup, what looks like markup -----------------
+# ---- the pieces of an answer: Hangul and joined emoji, stop strings, markup, what looks like markup -------------
 
 WORDS = st.sampled_from(
     [
@@ -80,7 +81,7 @@ def _cut(draw: st.DrawFn, text: str) -> list[str]:
             pieces.append(MARK)
         places = sorted(draw(st.sets(st.integers(0, len(part)), max_size=4)))
         edges = [0, *places, len(part)]
-        pieces += [part[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+        pieces += [part[a:b] for a, b in itertools.pairwise(edges) if b > a]
     return pieces
 
 
@@ -157,7 +158,7 @@ def test_the_cut_into_tokens_and_steps_does_not_matter(inside: Any, script: dict
             again.append(MARK)
         for word in part.split("</think>"):
             edges = [0, *sorted({cut for cut in cuts if cut < len(word)}), len(word)]
-            again += [word[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+            again += [word[a:b] for a, b in itertools.pairwise(edges) if b > a]
             again.append("</think>")
         again.pop()
     body: dict[str, Any] = {
