@@ -114,10 +114,7 @@ def read_torch() -> Reading:
 
 
 def _torch_gpu(properties: Any, rocm: bool) -> Gpu:
-    if rocm:
-        arch = str(properties.gcnArchName).split(":", 1)[0]
-    else:
-        arch = f"sm_{properties.major}{properties.minor}"
+    arch = str(properties.gcnArchName).split(":", 1)[0] if rocm else f"sm_{properties.major}{properties.minor}"
     return Gpu(
         uuid=str(getattr(properties, "uuid", "")), name=properties.name, arch=arch, memory=properties.total_memory
     )
