@@ -211,11 +211,9 @@ class ResponseWriter(SingleWriter):
         )
         self._echo = _echo(body, model.prompter.effort)
         self._carries_reasoning = "reasoning.encrypted_content" in (body.get("include") or ())
-        self._number = 0
 
     def patch(self, event: dict[str, Any]) -> dict[str, Any]:
         """Fills in what the request asked and our counts."""
-        self._number = event["sequence_number"]
         if "response" in event:
             event["response"] = self.patch_whole(event["response"])
         else:
@@ -240,7 +238,7 @@ class ResponseWriter(SingleWriter):
     def error(self, error: ApiError) -> bytes:
         """The protocol's error event."""
         stated = {"type": "error", "code": error.code or error.kind, "message": error.message, "param": error.param}
-        return sse({**stated, "sequence_number": self._number + 1}, "error")
+        return sse({**stated, "sequence_number": self.num_events}, "error")
 
     def _item(self, item: dict[str, Any]) -> dict[str, Any]:
         """A reasoning item carries its text a second time for clients that bring back nothing else."""

@@ -40,7 +40,7 @@ class SingleWriter:
     ) -> None:
         self.stopped: list[tuple[int, int]] = []
         self.counts = TokenCounts(prompt=len(turn.prompt.token_ids))
-        self.answer_id = answer_id
+        self.num_events = 0
         self._model = model
         self._stream = stream
         self._begun = False
@@ -74,6 +74,7 @@ class SingleWriter:
             for chunk in chunks:
                 self._whole.accumulate(chunk)
             return []
+        self.num_events += len(chunks)
         return [self._event(chunk) for chunk in chunks]
 
     @property

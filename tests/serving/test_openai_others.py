@@ -280,11 +280,22 @@ def test_bad_response_fields_are_named(openai_client: Any, more: dict[str, Any],
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_failing_response(openai_client: Any, stream: bool) -> None:
+def test_a_failing_response(openai_client: Any) -> None:
     with pytest.raises(openai.APIError) as caught:
-        list(respond(openai_client, say("some words", fail=2), stream=stream))
+        respond(openai_client, say("some words", fail=2))
     assert "secret" not in str(caught.value)
+
+
+def test_a_failing_response_stream(start_server: Any) -> None:
+    """The protocol's error event, after which nothing comes."""
+    server = start_server("--step-seconds", "0.1").wait_ready()
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    *before, last = list(respond(client, say("some words", fail=2), stream=True))
+    assert [event.type for event in before][:2] == ["response.created", "response.in_progress"]
+    assert last.type == "error"
+    assert last.code == "generation_failed"
+    assert last.sequence_number == len(before)
+    assert "secret" not in last.message
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
