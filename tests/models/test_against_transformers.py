@@ -68,10 +68,14 @@ def _release_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
                 else:
                     renamed[f"{prefix}.w1.weight"], renamed[f"{prefix}.w3.weight"] = matrix.chunk(2)
             continue
-        for pattern, replacement in _NAMES:
-            name = re.sub(pattern, replacement, name)
-        renamed[name] = tensor
+        renamed[_release_name(name)] = tensor
     return renamed
+
+
+def _release_name(name: str) -> str:
+    for pattern, replacement in _NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
 
 
 def _oracle(seed: int) -> torch.nn.Module:
@@ -87,9 +91,7 @@ def _oracle(seed: int) -> torch.nn.Module:
             if name.endswith("tid2eid"):
                 ids = torch.stack([torch.randperm(8)[:3] for _ in range(VOCABULARY)])
                 parameter.copy_(ids)
-            elif name.endswith(("norm.weight", "layernorm.weight")):
-                parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
-            elif name.endswith("scale"):
+            elif name.endswith(("norm.weight", "layernorm.weight", "scale")):
                 parameter.copy_(1 + 0.2 * torch.randn_like(parameter))
             elif name.endswith(("base", "sinks", "position_bias", "correction_bias")):
                 parameter.copy_(0.5 * torch.randn_like(parameter))
