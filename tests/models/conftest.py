@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from halocline.hal.ops import Ops, all_ops
+from halocline.backends_reference.kernels import reference_kernels
+from halocline.hal.ops import Ops
 from halocline.hal.ops.batch import BatchMetadata
 
 
 @pytest.fixture(scope="session")
 def reference_ops() -> Ops:
-    """Every reference kernel, by the naming rule of the reference backend."""
-    kernels = {}
-    for op in (op for op in all_ops() if op.family != "sampling"):
-        module = importlib.import_module(f"halocline.backends_reference.{_module_of(op.name)}")
-        family, _, short = op.name.partition(".")
-        kernels[op.name] = getattr(module, f"{short}_reference")
-        if op.prepare is not None:
-            prepare = f"prepare_{'experts' if short == 'experts' else 'linear'}_reference"
-            home = importlib.import_module(f"halocline.backends_reference.{'moe' if short == 'experts' else 'gemm'}")
-            kernels[f"{family}.prepare_{short}"] = getattr(home, prepare)
-    return Ops(kernels)
-
-
-def _module_of(name: str) -> str:
-    return "plan" if name == "attention.plan" else name.partition(".")[0]
+    """Every reference kernel."""
+    return Ops(reference_kernels())
 
 
 @dataclass(kw_only=True)
