@@ -232,7 +232,11 @@ def quantize_fp8_row(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         float8_e4m3fn codes in the shape of `x_TK`, and float32 scales `(...)`.
     """
-    scale_T = x_TK.float().abs().amax(dim=-1).clamp(min=ROW_AMAX_FLOOR) / E4M3_MAX
+    import torch
+
+    amax_T = x_TK.float().abs().amax(dim=-1).clamp(min=ROW_AMAX_FLOOR)
+    # A division by a number is a product with its reciprocal on a GPU, which can be off by the last bit.
+    scale_T = amax_T / torch.full_like(amax_T, E4M3_MAX)
     return encode_e4m3(x_TK.float() / scale_T.unsqueeze(-1)), scale_T
 
 
