@@ -37,6 +37,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("generate", "halocline.cli.generate:generate", "Continue a text, or answer one turn of a chat."),
     Command("chat", "halocline.cli.chat:chat", "Talk with a model in the terminal."),
     Command("serve", "halocline.cli.serve:serve", "Serve a model to OpenAI's and Anthropic's clients."),
+    Command("bench", "halocline.cli.bench_serve:app", "Measure a running server: latency and throughput."),
     Command("eval", "halocline.cli.eval:evaluate", "Mark a model's answers to exercises, lesson by lesson."),
     Command("plan-weights", "halocline.cli.plan_weights:plan_weights", "List what a configuration's checkpoint holds."),
     Command("make-model", "halocline.cli.make_model:make_model", "Write a small random model in the release's format."),
