@@ -68,6 +68,6 @@ class Sequences:
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_sequences() -> Callable[..., Sequences]:
     return Sequences
