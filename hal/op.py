@@ -58,7 +58,8 @@ class Op(Generic[P, R]):
         semantics: Names of the numeric meanings that a request states and a kernel must match.
         mutates: Parameters that are written in place.
         graph_safe: Whether every kernel of the op must be valid under graph capture and replay.
-        batch_invariant: Whether the reference gives a row the same bits whatever else is in the batch.
+        batch_invariant: Whether the reference gives a row the same bits whatever else is in the batch. Products of
+            the CPU's libraries round differently with the number of rows.
         prepare: Contract of the load-time conversion of this op's weights, if it has one.
     """
 

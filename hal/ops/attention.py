@@ -96,7 +96,7 @@ class AttentionPlan:
     kernel_state: dict[str, object] = field(default_factory=dict[str, object])
 
 
-@op("attention", batch_invariant=True)
+@op("attention")
 def plan(
     batch: BatchMetadata,
     geometry: CacheGeometry,
@@ -150,7 +150,7 @@ def prepare_query(plan: AttentionPlan, q_THD: Tensor, rope: RopeTable, *, eps: f
     raise NotImplementedError
 
 
-@op("attention", tolerances=_ATTENTION, semantics=("sink", "cache_format", "fp8_dialect"))
+@op("attention", tolerances=_ATTENTION, semantics=("sink", "cache_format", "fp8_dialect"), batch_invariant=False)
 def sparse_decode(
     plan: AttentionPlan,
     q_THD: Tensor,
@@ -186,7 +186,7 @@ def sparse_decode(
     raise NotImplementedError
 
 
-@op("attention", tolerances=_ATTENTION, semantics=("sink", "cache_format", "fp8_dialect"))
+@op("attention", tolerances=_ATTENTION, semantics=("sink", "cache_format", "fp8_dialect"), batch_invariant=False)
 def sparse_prefill(
     plan: AttentionPlan,
     q_THD: Tensor,
@@ -230,6 +230,7 @@ def sparse_prefill(
         ),
     },
     semantics=("rope_pairing", "fp8_dialect"),
+    batch_invariant=False,
     prepare=prepare_linear,
 )
 def output(plan: AttentionPlan, out_THD: Tensor, rope: RopeTable, wo_a: PreparedWeight, *, num_groups: int) -> Tensor:

@@ -54,6 +54,7 @@ def prepare_linear(weight: Weight, *, activation: Literal["none", "fp8_group128"
         "bfloat16": Tolerance(atol=3e-2, rtol=2e-2, norm=5e-3, reason="bfloat16 result of float32 sums"),
     },
     semantics=("fp8_dialect", "activation"),
+    batch_invariant=False,
     prepare=prepare_linear,
 )
 def linear(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:

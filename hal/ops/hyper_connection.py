@@ -34,7 +34,7 @@ class StreamRead(NamedTuple):
     comb_TNN: Tensor
 
 
-@op("hyper_connection", tolerances=_TOLERANCES)
+@op("hyper_connection", tolerances=_TOLERANCES, batch_invariant=False)
 def read(
     streams_TND: Tensor,
     fn_MC: Tensor,
@@ -88,7 +88,7 @@ def write(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, comb_TNN: Tensor) 
     raise NotImplementedError
 
 
-@op("hyper_connection", tolerances=_TOLERANCES)
+@op("hyper_connection", tolerances=_TOLERANCES, batch_invariant=False)
 def head(
     streams_TND: Tensor, fn_NC: Tensor, base_N: Tensor, scale_1: Tensor, *, norm_eps: float, hc_eps: float
 ) -> Tensor:
