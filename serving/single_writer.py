@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -15,7 +16,7 @@ from halocline.serving.turns import Turn
 __all__ = ["SingleWriter"]
 
 
-class SingleWriter:
+class SingleWriter(ABC):
     """Passes the recipe's events on; those that carry facts of the whole answer go through `patch` first.
 
     Attributes:
@@ -90,13 +91,13 @@ class SingleWriter:
         """The answer as one object."""
         return self.patch_whole(json.loads(self._whole.to_json()))
 
+    @abstractmethod
     def patch(self, event: dict[str, Any]) -> dict[str, Any]:
         """Completes an event."""
-        raise NotImplementedError
 
+    @abstractmethod
     def patch_whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Completes the whole answer."""
-        raise NotImplementedError
 
     def _event(self, chunk: Any) -> bytes:
         text = chunk.to_json()
