@@ -13,6 +13,7 @@ from halocline.hal.formats import WeightFormat
 from halocline.hal.weight_codecs import dequantize, quantize_weight
 from halocline.kernels_portable.expert_alignment import align_experts
 from halocline.kernels_portable.expert_layer import ExpertMatrices, run_experts
+from halocline.kernels_portable.expert_order import order_pairs
 from halocline.kernels_portable.expert_sum import sum_experts
 from halocline.kernels_portable.gemm_tiles import expert_tiles
 from halocline.kernels_portable.route_by_hash import route_by_hash
@@ -113,6 +114,20 @@ def test_alignment_is_stable_and_padded(tokens: int, experts: int, rows: int) ->
     used = len(expected_experts)
     assert blocks.experts_B.tolist() == expected_experts + [-1] * (len(blocks.experts_B) - used)
     assert blocks.pairs_N[: used * rows].tolist() == expected_pairs
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (37, 8), (300, 12), (600, 5)])
+def test_order_of_pairs_is_the_stable_one(tokens: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(-1, experts, (tokens, 3), generator=generator, dtype=torch.int32)
+    weights = torch.rand(tokens, 3, generator=generator)
+    found = order_pairs(ids, weights, num_experts=experts)
+    served = ids.flatten().clamp_min(0).long()  # -1 is some expert's, with weight 0
+    order = torch.sort(served, stable=True).indices
+    assert found.order_P.tolist() == order.tolist()
+    assert found.order_P[found.places_P.long()].tolist() == list(range(3 * tokens))
+    assert found.counts_E.tolist() == torch.bincount(served, minlength=experts).tolist()
+    torch.testing.assert_close(found.weights_P, torch.where(ids < 0, 0.0, weights).flatten()[order], atol=0, rtol=0)
 
 
 def test_the_number_of_blocks_holds_the_worst_case() -> None:
