@@ -33,7 +33,7 @@ __all__ = ["LIBRARIES", "MANIFESTS", "PORTABLE", "GpuModel", "load_model"]
 
 MANIFESTS = (REFERENCE, CUDA)
 
-PORTABLE = ("*=triton", "sampling.sample=reference")
+PORTABLE = ("*=triton",)
 LIBRARIES = {
     "attention.sparse_decode": "flashmla",
     "attention.sparse_prefill": "flashmla",

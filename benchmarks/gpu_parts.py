@@ -67,7 +67,7 @@ def _prompts(vocabulary: int = 1000) -> list[list[int]]:
 def parity(rows: Rows, options: argparse.Namespace) -> None:
     """Every portable kernel against the reference, inside a generation."""
     with rows.guard("parity.generation"):
-        flags = ("*=compare(triton,reference)", "sampling.sample=reference")
+        flags = ("*=compare(triton,reference)", "sampling.sample=triton")
         model = load_model(options.model, flags, max_requests=4, max_step_tokens=512)
         model.generate(_prompts(), max_tokens=6)
         _watched(rows, model, "parity.generation")
@@ -81,6 +81,8 @@ def cases(rows: Rows, options: argparse.Namespace) -> None:
     ops = [op.name for op in all_ops() if op.family in options.families]
     written = {(spec.op, spec.name) for spec in specs if spec.status != "planned"}
     kernels = [(op, "triton") for op in ops] + [(op, LIBRARIES[op]) for op in ops if op in LIBRARIES]
+    if options.kernels:
+        kernels = [(op, kernel) for op, kernel in kernels if f"{op}={kernel}" in options.kernels]
     for op, kernel in kernels:
         if (op, kernel) in written:
             with rows.guard("parity.cases", op=op, kernel=kernel):
@@ -158,14 +160,14 @@ def _tokens(rows: Rows, options: argparse.Namespace, name: str, flags: Sequence[
 
 
 def tokens(rows: Rows, options: argparse.Namespace) -> None:
-    """The graded model on the portable kernels, eagerly and in captured graphs."""
-    for graphs in (False, True):
+    """The graded model on the portable kernels, in captured graphs or eagerly before that, too."""
+    for graphs in (False, True) if options.eager else (True,):
         _tokens(rows, options, "portable", PORTABLE, graphs)
 
 
 def tokens_libraries(rows: Rows, options: argparse.Namespace) -> None:
-    """The graded model on the libraries, eagerly and in captured graphs."""
-    for graphs in (False, True):
+    """The same on the libraries."""
+    for graphs in (False, True) if options.eager else (True,):
         _tokens(rows, options, "libraries", _library_flags(_STREAMS), graphs)
 
 
@@ -205,7 +207,7 @@ def _flash(flags: Sequence[str], layers: int) -> Any:
     return random_model(config, flags, max_positions=_CONTEXT + 256)
 
 
-def _time_decode(rows: Rows, name: str, model: Any, batches: Sequence[int], *, warm: bool) -> None:
+def _time_decode(rows: Rows, name: str, model: Any, batches: Sequence[int], *, warm: bool, trace: bool) -> None:
     for batch in batches:
         roof = _SERIAL_ROOF[batch]
         with rows.guard("decode", kernels=name, batch=batch, warm=warm):
@@ -222,7 +224,7 @@ def _time_decode(rows: Rows, name: str, model: Any, batches: Sequence[int], *, w
             rows.add("decode.step", value, "ms", params=params, roof=roof, share=roof / value)
             rows.add("decode.spread", [times[0], times[-1]], "ms", params=params)
             rows.add("decode.finite", bool(out.isfinite().all()), "bool", params=params)
-            if batch in (1, 32):
+            if trace:  # last: the profiler takes long to start
                 _kernel_times(rows, replay, params)
             del step, replay, out
             torch.cuda.empty_cache()
@@ -285,7 +287,7 @@ def _bench(rows: Rows, options: argparse.Namespace, name: str) -> None:
         batches = [int(shape) for shape in options.shapes if shape != "prefill"]
         if options.shapes[0] == "prefill":
             _time_prefill(rows, name, model, warm=options.warm)
-        _time_decode(rows, name, model, batches, warm=options.warm)
+        _time_decode(rows, name, model, batches, warm=options.warm, trace=options.trace)
         if "prefill" in options.shapes[1:]:
             _time_prefill(rows, name, model, warm=options.warm)
 
@@ -317,6 +319,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     parser.add_argument("--families", nargs="*", default=[], metavar="FAMILY", help="of ops, for the part `cases`")
     parser.add_argument("--warm", action="store_true", help="compile only: run each shape once, time nothing")
+    parser.add_argument("--trace", action="store_true", help="list the kernels of a decode step, too")
+    parser.add_argument("--eager", action="store_true", help="tokens without graphs first")
+    parser.add_argument("--kernels", nargs="*", default=[], metavar="OP=KERNEL", help="for the part `cases`")
     shapes = [*map(str, _SERIAL_ROOF), "prefill"]
     parser.add_argument("--shapes", nargs="+", choices=shapes, default=shapes, help="what is timed, in this order")
     parser.add_argument(

@@ -19,27 +19,56 @@ from halocline.benchmarks.fetch_wheels import unpack
 
 __all__ = ["main"]
 
-_SIDE_BY_SIDE = (
-    ("parity",),
-    ("tokens",),
-    ("parity_libraries",),
-    ("tokens_libraries",),
-    ("decode_libraries", "--warm", "--shapes", "1", "8", "prefill"),
-    ("decode_libraries", "--warm", "--shapes", "32", "128"),
-    ("decode", "--warm", "--shapes", "prefill", "8", "1"),
-    ("decode", "--warm", "--shapes", "128", "32"),
-    ("graphs",),
-    ("cases", "--families", "attention"),
-    ("cases", "--families", "compressor", "kv_cache"),
-    ("cases", "--families", "gemm", "hyper_connection"),
-    ("cases", "--families", "moe"),
-    ("cases", "--families", "indexer", "norm", "sampling", "collective"),
-)
-_ALONE = (
-    ("decode_libraries",),
-    ("decode",),
-    ("decode_libraries", "--shapes", "1", "32", "--without"),
-)
+# By plan: parts that check or compile, side by side, then parts that are timed, alone and in order of importance.
+_PLANS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]] = {
+    "full": (
+        (
+            ("parity",),
+            ("tokens", "--eager"),
+            ("parity_libraries",),
+            ("tokens_libraries", "--eager"),
+            ("decode_libraries", "--warm", "--shapes", "1", "8", "prefill"),
+            ("decode_libraries", "--warm", "--shapes", "32", "128"),
+            ("decode", "--warm", "--shapes", "prefill", "8", "1"),
+            ("decode", "--warm", "--shapes", "128", "32"),
+            ("graphs",),
+            ("cases", "--families", "attention"),
+            ("cases", "--families", "compressor", "kv_cache"),
+            ("cases", "--families", "gemm", "hyper_connection"),
+            ("cases", "--families", "moe"),
+            ("cases", "--families", "indexer", "norm", "sampling", "collective"),
+        ),
+        (
+            ("decode_libraries",),
+            ("decode",),
+            ("decode_libraries", "--shapes", "1", "32", "--trace"),
+            ("decode_libraries", "--shapes", "1", "32", "--without"),
+        ),
+    ),
+    "short": (
+        (
+            ("tokens_libraries",),
+            ("tokens",),
+            ("decode_libraries", "--warm", "--shapes", "1", "8"),
+            ("decode_libraries", "--warm", "--shapes", "32", "128"),
+            ("decode_libraries", "--warm", "--shapes", "prefill"),
+            ("decode", "--warm", "--shapes", "prefill", "1"),
+            ("decode", "--warm", "--shapes", "32", "128"),
+            ("cases", "--families", "hyper_connection", "--kernels", "hyper_connection.read=flashinfer"),
+            ("cases", "--families", "kv_cache", "--kernels", "kv_cache.write_rows=triton"),
+            ("cases", "--families", "gemm", "--kernels", "gemm.linear=triton"),
+            ("cases", "--families", "moe", "--kernels", "moe.experts=triton", "moe.experts=triton_kernels"),
+            ("cases", "--families", "indexer", "sampling", "--kernels", "indexer.logits=deep_gemm",
+             "sampling.sample=triton"),
+        ),
+        (
+            ("decode_libraries", "--shapes", "1", "8", "32", "128", "prefill"),
+            ("decode", "--shapes", "1", "32", "prefill", "128"),
+            ("decode_libraries", "--shapes", "1", "32", "--trace"),
+            ("decode_libraries", "--shapes", "1", "32", "--without"),
+        ),
+    ),
+}  # fmt: skip
 _POLL_SECONDS = 0.5
 
 
@@ -59,7 +88,8 @@ class Session:
 
     def start(self, part: Sequence[str]) -> subprocess.Popen[bytes]:
         """Starts a part in a process group of its own, with its output in a log."""
-        log = (self.out / f"{'-'.join(word.strip('-') for word in part)}.log").open("wb")
+        name = "-".join(word.strip("-").replace("=", "-") for word in part)
+        log = (self.out / f"{name}.log").open("wb")
         command = ["env", *self.environment, sys.executable, "-m", "halocline.benchmarks", "gpu_parts", *part]
         with log:
             return subprocess.Popen(
@@ -126,6 +156,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--seconds", type=float, default=440.0, help="for everything")
     parser.add_argument("--checks", type=float, default=250.0, help="of these, for the parts that check")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
+    parser.add_argument("--plan", choices=_PLANS, default="full", help="which parts run")
     options = parser.parse_args(list(arguments))
     start = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -140,11 +171,13 @@ def main(arguments: Sequence[str]) -> int:
         environment=_environment(folders, scratch),
         options=("--out", str(work), "--rows", str(rows.resolve()), "--commit", options.commit, *prompts),
     )
-    session.finish([(part, session.start(part)) for part in _SIDE_BY_SIDE], start + options.checks)
+    side_by_side, alone = _PLANS[options.plan]
+    session.finish([(part, session.start(part)) for part in side_by_side], start + options.checks)
     _deliver(work, options.out)
-    for number, part in enumerate(_ALONE):
+    for number, part in enumerate(alone):
+        # The first of those that are left gets two shares.
         left = start + options.seconds - time.monotonic()
-        deadline = time.monotonic() + left / (len(_ALONE) - number)
+        deadline = time.monotonic() + 2 * left / (len(alone) - number + 1)
         session.finish([(part, session.start(part))], deadline)
     _deliver(work, options.out)
     _say(f"{len(rows.read_text().splitlines()) if rows.exists() else 0} rows in {rows}")
