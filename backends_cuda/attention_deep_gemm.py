@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halocline.backends_cuda.gemm_deep_gemm import deep_gemm
-from halocline.backends_cuda.gemm_triton import TritonWeight, prepare_weight
+from halocline.backends_triton.gemm_triton import TritonWeight, prepare_weight
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import Weight
 from halocline.hal.op import implements

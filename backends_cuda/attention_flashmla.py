@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda.attention_triton import check_sources
 from halocline.backends_cuda.flash_mla_library import flash_mla, flash_mla_pages, pad_heads
-from halocline.backends_cuda.prefill_workspace import gather_rows, workspace_rows
-from halocline.backends_cuda.row_widths import padded_rows
-from halocline.backends_cuda.step_state import once_per_step
+from halocline.backends_triton.attention_triton import check_sources
+from halocline.backends_triton.prefill_workspace import gather_rows, workspace_rows
+from halocline.backends_triton.row_widths import padded_rows
+from halocline.backends_triton.step_state import once_per_step
 from halocline.hal.op import implements
 from halocline.hal.ops.attention import (
     AttentionOutput,

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda.gemm_triton import TritonWeight, multiply_groups, prepare_weight
 from halocline.backends_cuda.manifest import DEEP_GEMM
+from halocline.backends_triton.gemm_triton import TritonWeight, linear_triton, prepare_weight
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import Weight
 from halocline.hal.op import implements
@@ -40,7 +40,7 @@ def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.d
     if weight.scale is None:
         return _plain(x_TK, weight.data, out_dtype)
     if out_dtype != torch.bfloat16 or not weight.rounds_input:
-        return multiply_groups(x_TK, weight, 1, out_dtype=out_dtype)
+        return linear_triton(x_TK, weight, out_dtype=out_dtype)
     out_TN = torch.empty((x_TK.shape[0], weight.shape[0]), dtype=out_dtype, device=x_TK.device)
     if x_TK.shape[0]:
         rows = quantize_activation(x_TK, fp8_dialect="ocp")

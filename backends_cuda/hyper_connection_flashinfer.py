@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from halocline.backends_cuda.gemm_deep_gemm import deep_gemm
-from halocline.backends_cuda.hyper_connection_triton import check_write
 from halocline.backends_cuda.manifest import FLASHINFER
+from halocline.backends_triton.hyper_connection_triton import check_write
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import check_shape
 from halocline.hal.op import implements
@@ -19,6 +19,7 @@ from halocline.hal.runtime import import_provider
 __all__ = ["num_prenorm_splits", "read_flashinfer", "write_flashinfer"]
 
 _STREAMS = 4  # hard-wired in the library
+_BLOCK_LANES = 64  # DeepGEMM's step over the flattened streams
 _MOST_SPLITS = 16
 _POST_GAIN = 2.0
 
@@ -27,11 +28,20 @@ def _mhc() -> Any:
     return import_provider(FLASHINFER).mhc
 
 
+def _check_streams(streams_TND: Tensor) -> None:
+    _, n, hidden = streams_TND.shape
+    if n != _STREAMS or hidden % 8:
+        raise ShapeError(
+            f"{n} streams of {hidden} lanes: FlashInfer takes {_STREAMS} streams of a multiple of 8; "
+            "use hyper_connection.read=triton and hyper_connection.write=triton"
+        )
+
+
 def num_prenorm_splits(lanes: int) -> int:
     """Parts of the flattened streams: a power of two of at most lanes / 64; with more, DeepGEMM's kernel can hang."""
-    most = min(_MOST_SPLITS, lanes // 64)
+    most = min(_MOST_SPLITS, lanes // _BLOCK_LANES)
     if most < 1:
-        raise ShapeError(f"streams of {lanes} lanes in all: DeepGEMM's mixing product needs 64 or more")
+        raise ShapeError(f"streams of {lanes} lanes in all: DeepGEMM's mixing product needs {_BLOCK_LANES} or more")
     return 1 << (most.bit_length() - 1)
 
 
@@ -48,8 +58,12 @@ def read_flashinfer(
 ) -> StreamRead:
     """See the contract. Mixing logits are sums of TF32 products."""
     num_tokens, n, hidden = streams_TND.shape
-    if n != _STREAMS or hidden % 8:
-        raise ShapeError(f"{n} streams of {hidden} lanes: FlashInfer takes {_STREAMS} streams of a multiple of 8")
+    _check_streams(streams_TND)
+    if n * hidden % _BLOCK_LANES:
+        raise ShapeError(
+            f"{n} streams of {hidden} lanes: DeepGEMM's mixing product takes a multiple of {_BLOCK_LANES} lanes in "
+            "all; use hyper_connection.read=triton"
+        )
     check_shape("the mixing matrix", fn_MC, ((2 + n) * n, n * hidden))
     device, lanes = streams_TND.device, n * hidden
     if not num_tokens:
@@ -85,6 +99,7 @@ def read_flashinfer(
 @implements(write)
 def write_flashinfer(y_TD: Tensor, streams_TND: Tensor, post_TN: Tensor, comb_TNN: Tensor) -> Tensor:
     """See the contract."""
+    _check_streams(streams_TND)
     check_write(y_TD, streams_TND, post_TN, comb_TNN)
     if not y_TD.shape[0]:
         return torch.empty_like(streams_TND)

@@ -2,6 +2,10 @@
 
 Tokens of one request that prefills read its keys gathered in one piece; any other tokens read them through the page
 table, each for itself.
+
+The library's scheduler reads outside of its shared memory when no token of a multiple of 32 sees any key, as in a step
+of padding. So each token is said to see one key or more, and pages that are not there are read as page 0; what comes
+of it lies behind the visible entries, where logits are undefined.
 """
 
 from __future__ import annotations
@@ -10,8 +14,8 @@ import torch
 from torch import Tensor
 
 from halocline.backends_cuda.gemm_deep_gemm import deep_gemm
-from halocline.backends_cuda.indexer_triton import num_index_entries
-from halocline.backends_cuda.step_state import once_per_step
+from halocline.backends_triton.indexer_triton import num_index_entries
+from halocline.backends_triton.step_state import once_per_step
 from halocline.hal.codecs import quantize_fp8_row
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import RowFormat
@@ -62,16 +66,17 @@ def _coded(query: IndexQuery) -> IndexQuery:
 def _paged(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, first_token: int, num_entries: int) -> Tensor:
     library, num_tokens = deep_gemm(), query.q_THI.shape[0]
     stop = first_token + num_tokens
-    lengths_T1 = plan.visible[4][first_token:stop, None].contiguous()
 
-    def table_and_schedule() -> tuple[Tensor, Tensor]:
-        requests_T = plan.batch.token_requests_T[first_token:stop].clamp_min(0).long()
+    def read_plan() -> tuple[Tensor, Tensor, Tensor]:
+        lengths_T1 = plan.visible[4][first_token:stop, None].clamp_min(1)
+        requests_T = plan.batch.token_requests_T[first_token:stop].clamp_min(0)
         columns = -(-num_entries // _PAGE_ROWS)
-        table_TP = plan.batch.token_pages_RP[:, :columns].index_select(0, requests_T).contiguous()
-        return table_TP, library.get_paged_mqa_logits_metadata(lengths_T1, _PAGE_ROWS, library.get_num_sms())
+        table_TP = plan.batch.token_pages_RP[:, :columns].index_select(0, requests_T).clamp_min_(0)
+        schedule = library.get_paged_mqa_logits_metadata(lengths_T1, _PAGE_ROWS, library.get_num_sms())
+        return lengths_T1, table_TP, schedule
 
     key = (first_token, num_tokens, num_entries)
-    table_TP, schedule = once_per_step(plan, _OWNER, key, table_and_schedule)
+    lengths_T1, table_TP, schedule = once_per_step(plan, _OWNER, key, read_plan)
     pages = cache.pages.view(cache.num_pages, _PAGE_ROWS, 1, cache.layout.row_bytes)
     logits_TS = library.fp8_paged_mqa_logits(
         query.q_THI[:, None],

@@ -1,6 +1,7 @@
 """The NVIDIA backend: which kernels there are, as data. Reading it imports no kernel library.
 
-Each row is a wrapper `<op>_<library>` in `<family>_<library>.py` of this folder. What a library was run with, and
+Each row is a wrapper `<op>_<library>` in `<family>_<library>.py` of this folder, or of `backends_triton` for kernels
+that both vendors share. What a library was run with, and
 what it takes, was measured on an H200; `status` says what holds for our wrapper. A version range ends where the
 library stops fitting torch 2.11, or at the next minor release that nobody tried.
 """
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["MANIFEST"]
 
 _HOME = "halocline.backends_cuda"
+_SHARED = "halocline.backends_triton"  # wrappers that serve both vendors
 _HOPPER = ("sm_90",)
 _HOPPER_UP = ("sm_90", "sm_100", "sm_103")
 _BLACKWELL = ("sm_100", "sm_103")
@@ -70,6 +72,8 @@ def _row(
     providers: tuple[Provider, ...],
     rank: int,
     *,
+    home: str = _HOME,
+    code: str = "",
     requires: tuple[Provider, ...] = (),
     archs: tuple[str, ...] = _ALL,
     compute: tuple[str, ...] = _BF16,
@@ -82,13 +86,14 @@ def _row(
     known_bad: tuple[KnownBad, ...] = (),
     status: Status | Mapping[str, Status] = "planned",
 ) -> KernelSpec:
-    """One kernel, with the naming rule of this folder."""
+    """One kernel, with the naming rule of these folders; `code` names the wrapper where `library` does not."""
     family, _, short = op.partition(".")
+    code = code or library
     return KernelSpec(
         op=op,
         name=library,
-        target=f"{_HOME}.{family}_{library}:{short}_{library}",
-        prepare=f"{_HOME}.{prepare}" if prepare else "",
+        target=f"{home}.{family}_{code}:{short}_{code}",
+        prepare=f"{home}.{prepare}" if prepare else "",
         providers=providers,
         requires=requires,
         vendor="nvidia",
@@ -116,8 +121,8 @@ def _triton(
 ) -> KernelSpec:
     """A portable kernel: it serves where no library does, on both vendors."""
     return _row(
-        op, "triton", TRITON, 20, compute=compute, weights=weights, semantics=semantics, traits=traits, prepare=prepare,
-        jit=True, status=status,
+        op, "triton", TRITON, 20, home=_SHARED, compute=compute, weights=weights, semantics=semantics, traits=traits,
+        prepare=prepare, jit=True, status=status,
     )  # fmt: skip
 
 
@@ -152,14 +157,14 @@ _ATTENTION = (
 )  # fmt: skip
 
 _CACHE = (
-    _row("kv_cache.allocate", "torch", (), 20, compute=_ANY, status="not_run"),
+    _row("kv_cache.allocate", "torch", (), 20, home=_SHARED, compute=_ANY, status="not_run"),
     _row(
         "kv_cache.insert_window", "sgl_kernel", SGL_KERNEL, 60, archs=_HOPPER_UP, semantics={**_ROPE, **_LATENT},
     ),
     _triton("kv_cache.insert_window", semantics={**_ROPE, **_CACHES}),
     _triton("kv_cache.read_rows", semantics=_CACHES),
     _triton("kv_cache.write_rows", semantics=_CACHES),
-    _row("compressor.allocate_state", "torch", (), 20, compute=_ANY, status="not_run"),
+    _row("compressor.allocate_state", "torch", (), 20, home=_SHARED, compute=_ANY, status="not_run"),
     _triton("compressor.insert", semantics={**_ROPE, **_CACHES}, traits={"ratio": (4, 128)}),
 )  # fmt: skip
 
@@ -208,9 +213,9 @@ _DENSE = (
         "gemm.linear", weights=(*_PLAIN_AND_FP8, "mxfp4", "nvfp4"), semantics=_LINEAR,
         prepare="gemm_triton:prepare_linear_triton",
     ),
-    _row("collective.all_gather", "nccl", (), 60, compute=_ANY, status="not_run"),
-    _row("collective.all_reduce", "nccl", (), 60, compute=_ANY, status="not_run"),
-    _triton("sampling.sample", status="planned"),
+    _row("collective.all_gather", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
+    _row("collective.all_reduce", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
+    _triton("sampling.sample"),
 )  # fmt: skip
 
 
@@ -223,11 +228,13 @@ def _experts(
     archs: tuple[str, ...] = _HOPPER_UP,
     known_bad: tuple[KnownBad, ...] = (),
     status: Status = "planned",
+    home: str = _HOME,
 ) -> KernelSpec:
     """A runner of the routed experts, keyed by weight format, all-to-all kind and architecture."""
     return _row(
-        "moe.experts", runner, providers, rank, archs=archs, weights=weights, traits={"a2a": a2a}, semantics=_EXPERTS,
-        prepare=f"moe_{runner}:prepare_experts_{runner}", jit=True, known_bad=known_bad, status=status,
+        "moe.experts", runner, providers, rank, home=home, archs=archs, weights=weights, traits={"a2a": a2a},
+        semantics=_EXPERTS, prepare=f"moe_{runner}:prepare_experts_{runner}", jit=True, known_bad=known_bad,
+        status=status,
     )  # fmt: skip
 
 
@@ -251,12 +258,13 @@ _MIXTURE = (
         ("none", "deepep", "flashinfer"),
         _ALL,
         status="not_run",
+        home=_SHARED,
     ),
 )
 
 MANIFEST = Manifest(
     name="cuda",
     vendor="nvidia",
-    runtime=f"{_HOME}.runtime:RUNTIME",
+    runtime=f"{_SHARED}.runtime:RUNTIME",
     specs=(*_ATTENTION, *_CACHE, *_INDEXER, *_STREAMS, *_DENSE, *_MIXTURE),
 )

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from halocline.backends_cuda.manifest import TRITON_KERNELS
-from halocline.backends_cuda.moe_triton import check_stacks
+from halocline.backends_triton.moe_triton import check_stacks
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.op import implements
 from halocline.hal.ops.moe import PreparedExperts, Routing, experts, prepare_experts
 from halocline.hal.runtime import import_provider
+from halocline.kernels_portable.expert_order import order_pairs
 from halocline.kernels_portable.quantize_activation import round_activation
 from halocline.kernels_portable.swiglu import swiglu
 
@@ -102,37 +103,32 @@ def experts_triton_kernels(x_TD: Tensor, routing: Routing, weights: PreparedExpe
     if not num_tokens:
         return torch.empty_like(x_TD)
     library = _library()
-    products, num_pairs = library.products, num_tokens * num_chosen
+    products = library.products
     # An id of -1 is served by some expert with weight 0: the library has no other way to leave a pair out.
-    ids_P = routing.ids_TK.flatten().clamp_min(0).long()
-    weights_P = torch.where(routing.ids_TK < 0, 0.0, routing.weights_TK).flatten()
-    order_P = torch.argsort(ids_P, stable=True)
-    inverse_P = torch.empty_like(order_P)
-    inverse_P[order_P] = torch.arange(num_pairs, device=x_TD.device)
-    counts_E = torch.zeros((weights.num_experts,), dtype=torch.int32, device=x_TD.device)
-    counts_E.scatter_add_(0, ids_P, torch.ones_like(ids_P, dtype=torch.int32))
-    gates_P = weights_P[order_P].contiguous()
-    order, inverse = order_P.int(), inverse_P.int()
+    pairs = order_pairs(
+        routing.ids_TK.contiguous(), routing.weights_TK.float().contiguous(), num_experts=weights.num_experts
+    )
+    order, places = pairs.order_P, pairs.places_P
     routed = products.RoutingData(
-        gates_P,
-        counts_E,
+        pairs.weights_P,
+        pairs.counts_E,
         weights.num_experts,
         num_chosen,
-        library.tensors.make_ragged_tensor_metadata(counts_E, num_pairs),
+        library.tensors.make_ragged_tensor_metadata(pairs.counts_E, num_tokens * num_chosen),
     )
     gate_up_PI2 = products.matmul_ogs(
         round_activation(x_TD) if weights.rounds_input else x_TD.contiguous(),
         weights.gate_up,
         None,
         routed,
-        gather_indx=products.GatherIndx(src_indx=order, dst_indx=inverse),
+        gather_indx=products.GatherIndx(src_indx=order, dst_indx=places),
         precision_config=weights.gate_up_precision,
     )
     activated = swiglu(
         gate_up_PI2,
         limit=limit,
-        weights_P=gates_P,
-        ids_P=torch.zeros((num_pairs,), dtype=torch.int32, device=x_TD.device),
+        weights_P=pairs.weights_P,
+        ids_P=order,  # not negative: every row is in use
         dtype=x_TD.dtype,
         rounding="values" if weights.rounds_input else "none",
     )
@@ -141,7 +137,7 @@ def experts_triton_kernels(x_TD: Tensor, routing: Routing, weights: PreparedExpe
         weights.down,
         None,
         routed,
-        scatter_indx=products.ScatterIndx(src_indx=inverse, dst_indx=order),
+        scatter_indx=products.ScatterIndx(src_indx=places, dst_indx=order),
         precision_config=weights.down_precision,
     )
     return out_TD.view(num_tokens, weights.hidden)

@@ -1,8 +1,9 @@
 """The AMD backend: which kernels there are, as data. Reading it imports no kernel library.
 
-Each row is a wrapper `<op>_<library>` in `<family>_<library>.py` of this folder. Portable Triton kernels come first:
-their AMD code is compiled and emulated in our tests, which nobody can do with the others. tilelang and aiter are
-chosen by name (`HALOCLINE_HIP_BACKEND`, `--kernel`) or where Triton does not serve. No row ran on AMD silicon yet.
+Each row is a wrapper `<op>_<library>` in `<family>_<library>.py` of this folder, or of `backends_triton` for kernels
+that both vendors share. Portable Triton kernels come first: they are interpreted, compiled for these architectures and
+run on NVIDIA, which nobody can do with all of the others. tilelang, aiter and tokenspeed are chosen by name
+(`HALOCLINE_HIP_BACKEND`, `--kernel`). No row ran on AMD silicon yet; docs/amd.md says what was done instead.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from halocline.hal.op import KernelSpec, KnownBad, Provider
 if TYPE_CHECKING:
     from halocline.hal.op import Status
 
-__all__ = ["MANIFEST"]
+__all__ = ["AITER", "MANIFEST", "TILELANG", "TOKENSPEED", "TRITON"]
 
 _HOME = "halocline.backends_hip"
+_SHARED = "halocline.backends_triton"  # wrappers that serve both vendors
 _CDNA = ("gfx90a", "gfx942", "gfx950")
 _CDNA3_UP = ("gfx942", "gfx950")
 
@@ -29,6 +31,7 @@ TRITON = (
 TILELANG = (Provider(distribution="tilelang", versions=">=0.1.15,<0.2", module="tilelang"),)
 # The release on PyPI predates this model: its kernels came later, in the tree that ROCm images carry.
 AITER = (Provider(distribution="amd-aiter", versions=">=0.1.8", module="aiter"),)
+TOKENSPEED = (Provider(distribution="tokenspeed-kernel-amd", versions=">=0.1.4,<0.2", module="tokenspeed_kernel_amd"),)
 
 _BF16 = ("bfloat16",)
 _ANY = ("bfloat16", "float32")
@@ -37,13 +40,13 @@ _CACHES = {
     "cache_format": ("fp8_block64", "fp8_row", "fp4_group32", "bfloat16", "float32"),
     "fp8_dialect": ("ocp", "fnuz", "none"),
 }
-_OCP_LATENT = {"cache_format": ("fp8_block64",), "fp8_dialect": ("ocp",)}
 _LATENT = {"cache_format": ("fp8_block64",), "fp8_dialect": ("ocp", "fnuz")}
 _SINK = {"sink": ("denominator",)}
 _ROPE = {"rope_pairing": ("adjacent",)}
 _LINEAR = {"fp8_dialect": ("ocp", "none"), "activation": ("none", "fp8_group128")}
 _EXPERTS = {**_LINEAR, "swiglu_clamp": ("gate_above_up_both",), "weight_before_down": ("yes",)}
 
+# Said of another kernel of this kind; ours runs a token's rounds in one thread. Refused until one was seen right there.
 _TILELANG_STREAMS = KnownBad(
     reason="threads are split at 32 of a 64-lane wave: activations come out sqrt(2) too large",
     source="vllm-project/vllm#56342, vllm-project/vllm#45698",
@@ -54,6 +57,7 @@ _LIKE_HOPPER = KnownBad(
     source="sgl-project/sglang#27972",
     archs=("gfx90a",),
 )
+# Said of the library's own path through FP8 rows; ours hands it bfloat16 rows. Refused until it was seen right there.
 _MIXED_DIALECTS = KnownBad(
     reason="FP8 bytes written as OCP are read as FNUZ",
     source="vllm-project/vllm#45681",
@@ -72,6 +76,8 @@ def _row(
     providers: tuple[Provider, ...],
     rank: int,
     *,
+    home: str = _HOME,
+    code: str = "",
     archs: tuple[str, ...] = _CDNA3_UP,
     compute: tuple[str, ...] = _BF16,
     weights: tuple[str, ...] = (),
@@ -80,15 +86,16 @@ def _row(
     prepare: str = "",
     jit: bool = True,
     known_bad: tuple[KnownBad, ...] = (),
-    status: Status | Mapping[str, Status] = "planned",
+    status: Status | Mapping[str, Status] = "not_run",
 ) -> KernelSpec:
-    """One kernel, with the naming rule of this folder."""
+    """One kernel, with the naming rule of these folders; `code` names the wrapper where `library` does not."""
     family, _, short = op.partition(".")
+    code = code or library
     return KernelSpec(
         op=op,
         name=library,
-        target=f"{_HOME}.{family}_{library}:{short}_{library}",
-        prepare=f"{_HOME}.{prepare}" if prepare else "",
+        target=f"{home}.{family}_{code}:{short}_{code}",
+        prepare=f"{home}.{prepare}" if prepare else "",
         providers=providers,
         vendor="amd",
         archs=archs,
@@ -113,22 +120,24 @@ def _triton(
 ) -> KernelSpec:
     """A portable kernel."""
     return _row(
-        op, "triton", TRITON, 20, archs=_CDNA, compute=compute, weights=weights, semantics=semantics, traits=traits,
-        prepare=prepare,
+        op, "triton", TRITON, 20, home=_SHARED, archs=_CDNA, compute=compute, weights=weights, semantics=semantics,
+        traits=traits, prepare=prepare,
     )  # fmt: skip
 
 
 def _tilelang(
     op: str,
     *,
+    weights: tuple[str, ...] = (),
     known_bad: tuple[KnownBad, ...] = (),
     semantics: Mapping[str, tuple[str, ...]] | None = None,
     traits: Mapping[str, tuple[object, ...]] | None = None,
+    prepare: str = "",
 ) -> KernelSpec:
-    """A tilelang kernel; its fp8 code is not dialect-free, so it states what it reads."""
+    """A tilelang kernel of ours."""
     return _row(
-        op, "tilelang", TILELANG, 15, archs=_CDNA, semantics=semantics, traits=traits,
-        known_bad=(_LIKE_HOPPER, *known_bad),
+        op, "tilelang", TILELANG, 15, archs=_CDNA, weights=weights, semantics=semantics, traits=traits,
+        prepare=prepare, known_bad=(_LIKE_HOPPER, *known_bad),
     )  # fmt: skip
 
 
@@ -155,30 +164,34 @@ _ATTENTION = (
     _triton("attention.sparse_decode", semantics={**_SINK, **_CACHES}),
     _tilelang("attention.sparse_decode", semantics={**_SINK, **_LATENT}, traits={"head_dim": (512,)}),
     _aiter(
-        "attention.sparse_decode", semantics={**_SINK, **_OCP_LATENT}, traits={"head_dim": (512,)},
+        "attention.sparse_decode", semantics={**_SINK, **_LATENT}, traits={"head_dim": (512,)},
         known_bad=(_MIXED_DIALECTS, _LONG_CONTEXT),
     ),
     _triton("attention.sparse_prefill", semantics={**_SINK, **_CACHES}, traits={"prefill_layout": ("paged", "ragged")}),
+    _tilelang(
+        "attention.sparse_prefill", semantics={**_SINK, **_LATENT},
+        traits={"head_dim": (512,), "prefill_layout": ("paged", "ragged")},
+    ),
     _aiter(
-        "attention.sparse_prefill", semantics={**_SINK, **_OCP_LATENT},
+        "attention.sparse_prefill", semantics={**_SINK, **_LATENT},
         traits={"head_dim": (512,), "prefill_layout": ("ragged",)}, known_bad=(_MIXED_DIALECTS, _LONG_CONTEXT),
+    ),
+    _row(
+        "attention.sparse_prefill", "tokenspeed", TOKENSPEED, 5, archs=("gfx950",), semantics={**_SINK, **_LATENT},
+        traits={"head_dim": (512,), "prefill_layout": ("ragged",)},
     ),
     _triton(
         "attention.output", weights=_PLAIN_AND_FP8, semantics={**_ROPE, "fp8_dialect": ("ocp", "none")},
         prepare="attention_triton:prepare_output_triton",
     ),
-    _aiter(
-        "attention.output", weights=("fp8_block",), semantics={**_ROPE, "fp8_dialect": ("ocp",)},
-        prepare="attention_aiter:prepare_output_aiter",
-    ),
 )  # fmt: skip
 
 _CACHE = (
-    _row("kv_cache.allocate", "torch", (), 20, archs=_CDNA, compute=_ANY, jit=False),
+    _row("kv_cache.allocate", "torch", (), 20, home=_SHARED, archs=_CDNA, compute=_ANY, jit=False),
     _triton("kv_cache.insert_window", semantics={**_ROPE, **_CACHES}),
     _triton("kv_cache.read_rows", semantics=_CACHES),
     _triton("kv_cache.write_rows", semantics=_CACHES),
-    _row("compressor.allocate_state", "torch", (), 20, archs=_CDNA, compute=_ANY, jit=False),
+    _row("compressor.allocate_state", "torch", (), 20, home=_SHARED, archs=_CDNA, compute=_ANY, jit=False),
     _triton("compressor.insert", semantics={**_ROPE, **_CACHES}, traits={"ratio": (4, 128)}),
 )
 
@@ -192,6 +205,11 @@ _INDEXER = (
         },
     ),
     _triton("indexer.logits", semantics=_CACHES),
+    _tilelang(
+        "indexer.logits",
+        semantics={"cache_format": ("fp8_row",), "fp8_dialect": ("ocp", "fnuz")},
+        traits={"index_width": (64, 128)},
+    ),
     _aiter(
         "indexer.logits",
         semantics={"cache_format": ("fp8_row",), "fp8_dialect": ("ocp", "fnuz")},
@@ -211,7 +229,6 @@ _STREAMS = (
     _aiter("hyper_connection.write", traits={"num_streams": (4,)}),
     _triton("hyper_connection.head"),
     _triton("norm.rms_norm"),
-    _aiter("norm.rms_norm"),
 )
 
 _DENSE = (
@@ -219,11 +236,14 @@ _DENSE = (
         "gemm.linear", weights=(*_PLAIN_AND_FP8, "mxfp4", "nvfp4"), semantics=_LINEAR,
         prepare="gemm_triton:prepare_linear_triton",
     ),
+    _tilelang(
+        "gemm.linear", weights=_PLAIN_AND_FP8, semantics=_LINEAR, prepare="gemm_tilelang:prepare_linear_tilelang",
+    ),
     _aiter(
         "gemm.linear", weights=_PLAIN_AND_FP8, semantics=_LINEAR, prepare="gemm_aiter:prepare_linear_aiter",
     ),
-    _row("collective.all_gather", "rccl", (), 60, archs=_CDNA, compute=_ANY, jit=False),
-    _row("collective.all_reduce", "rccl", (), 60, archs=_CDNA, compute=_ANY, jit=False),
+    _row("collective.all_gather", "rccl", (), 60, home=_SHARED, code="torch", archs=_CDNA, compute=_ANY, jit=False),
+    _row("collective.all_reduce", "rccl", (), 60, home=_SHARED, code="torch", archs=_CDNA, compute=_ANY, jit=False),
     _triton("sampling.sample"),
 )  # fmt: skip
 
@@ -236,14 +256,16 @@ _MIXTURE = (
         "moe.experts", weights=("mxfp4", "fp8_block", "nvfp4", "bfloat16"), semantics=_EXPERTS,
         traits={"a2a": ("none", "mori")}, prepare="moe_triton:prepare_experts_triton",
     ),
+    # It weighs an expert's result after the down product: models that weigh before it do not get it.
     _aiter(
-        "moe.experts", weights=("mxfp4", "fp8_block", "bfloat16"), semantics=_EXPERTS, traits={"a2a": ("none", "mori")},
-        prepare="moe_aiter:prepare_experts_aiter",
+        "moe.experts", weights=("fp8_block",), semantics={**_EXPERTS, "weight_before_down": ("no",)},
+        traits={"a2a": ("none",)}, prepare="moe_aiter:prepare_experts_aiter",
     ),
 )  # fmt: skip
 
 MANIFEST = Manifest(
     name="hip",
     vendor="amd",
+    runtime=f"{_SHARED}.runtime:RUNTIME",
     specs=(*_ATTENTION, *_CACHE, *_INDEXER, *_STREAMS, *_DENSE, *_MIXTURE),
 )

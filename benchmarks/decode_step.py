@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from halocline.backends_cuda.runtime import CudaRuntime
+from halocline.backends_triton.runtime import TorchRuntime
 from halocline.benchmarks.device_weights import DeviceWeights
 from halocline.benchmarks.gpu_engine import MANIFESTS
 from halocline.hal.formats import recipe
@@ -122,7 +122,7 @@ class DecodeStep:
 
         run()
         torch.cuda.synchronize()
-        return CudaRuntime().capture(run), out
+        return TorchRuntime().capture(run), out
 
 
 def graph_milliseconds(replay: Callable[[], None], *, rounds: int = 20) -> list[float]:

@@ -51,6 +51,7 @@ class Library:
 
     def get_paged_mqa_logits_metadata(self, lengths: Tensor, page_rows: int, num_sms: int) -> Tensor:
         assert (lengths.dim(), lengths.dtype, page_rows, num_sms) == (2, torch.int32, 64, 132)
+        assert bool((lengths > 0).any()), "work for nobody sends each program to a token behind the last"
         self.schedules += 1
         return lengths.clone()
 
@@ -61,12 +62,15 @@ class Library:
         assert torch.equal(schedule, lengths), "a schedule is bound to the lengths that it was made for"
         assert pages.shape[1:] == (64, 1, 132)
         assert not clean_logits
+        assert bool((lengths.flatten() <= 64 * table.shape[1]).all()), "reads behind a row of the table"
         self.paged += 1
         flat = pages.reshape(len(pages), -1)
         out = torch.full((len(q), most), torch.nan)
         for token in range(len(q)):
             length = int(lengths[token, 0])
-            held = flat[table[token, : -(-length // 64)].long()]
+            pages_read = table[token, : -(-length // 64)].long()
+            assert bool((pages_read >= 0).all()), "a page that is not there"
+            held = flat[pages_read]
             keys = held[:, : 64 * 128].reshape(-1, 128).view(torch.float8_e4m3fn).float()
             keys = keys * held[:, 64 * 128 :].contiguous().view(torch.float32).reshape(-1, 1)
             out[token, :length] = _scores(q[token, 0], keys[:length], weights[token])
@@ -199,6 +203,23 @@ def test_layers_share_table_and_schedule(library: Library, make_step: Callable[.
     assert library.schedules == 1
 
 
+@pytest.mark.parametrize("seen", [[], [0], [0, 31]])
+def test_padding_asks_the_library_for_no_page_that_is_not_there(
+    library: Library, make_step: Callable[..., Any], seen: list[int]
+) -> None:
+    """A step for 32 requests in a captured graph holds tokens without a request, in the extreme nothing else."""
+    step = make_step([300] * 32, [1] * 32, num_decode=32)
+    batch, padding = step.plan.batch, [token for token in range(32) if token not in seen]
+    batch.positions_T[padding] = batch.token_requests_T[padding] = batch.state_slots_R[padding] = -1
+    batch.seqlens_R[padding] = 0
+    batch.token_pages_RP[padding] = -1
+    step.plan.visible[4][padding] = 0
+    query, plain = index_query(step, 0, 32)
+    found = indexer_deep_gemm.logits_deep_gemm(step.plan, query, step.keys, first_token=0)
+    expected = logits_reference(step.plan, plain, step.keys, first_token=0)
+    torch.testing.assert_close(found[seen, :75], expected[seen, :75], atol=1e-3, rtol=1e-3)
+
+
 def test_head_counts_that_the_kernel_lacks_are_refused(library: Library, make_step: Callable[..., Any]) -> None:
     step = make_step([300], [1], num_decode=1)
     query, _ = index_query(step, 0, 1, num_heads=16)
@@ -257,11 +278,23 @@ def test_hyper_connections(library: Library, monkeypatch: pytest.MonkeyPatch, hi
     )
 
 
-def test_other_stream_counts_are_refused(library: Library) -> None:
-    with pytest.raises(ShapeError, match="2 streams"):
+@pytest.mark.parametrize(
+    ("streams", "hidden", "text"), [(2, 64, "2 streams"), (4, 24, "24 lanes"), (4, 60, "60 lanes")]
+)
+def test_stream_sizes_that_the_libraries_lack_are_refused(
+    library: Library, streams: int, hidden: int, text: str
+) -> None:
+    mixes = (2 + streams) * streams
+    with pytest.raises(ShapeError, match=text):
         hyper_connection_flashinfer.read_flashinfer(
-            normal(1, 2, 64), normal(8, 128), normal(8), normal(3), norm_eps=0.0, hc_eps=0.0, sinkhorn_iterations=1
-        )
+            normal(1, streams, hidden), normal(mixes, streams * hidden), normal(mixes), normal(3), norm_eps=0.0,
+            hc_eps=0.0, sinkhorn_iterations=1,
+        )  # fmt: skip
+
+
+def test_write_refuses_other_stream_counts() -> None:
+    with pytest.raises(ShapeError, match="2 streams"):
+        hyper_connection_flashinfer.write_flashinfer(normal(1, 64), normal(1, 2, 64), normal(1, 2), normal(1, 2, 2))
 
 
 def test_codes_are_what_the_values_were(make_step: Callable[..., Any]) -> None:

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda import attention_flashmla, flash_mla_library, prefill_workspace
+from halocline.backends_cuda import attention_flashmla, flash_mla_library
 from halocline.backends_cuda.flash_mla_library import FlashMla
 from halocline.backends_reference.attention import sparse_decode_reference, sparse_prefill_reference
 from halocline.backends_reference.kv_cache import read_rows_reference
+from halocline.backends_triton import prefill_workspace
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import RowFormat, cache_layout
 from halocline.hal.ops.attention import RowSelection
@@ -163,7 +164,7 @@ def test_a_new_step_gets_new_schedules(library: Library, make_step: Callable[...
 def test_a_capture_makes_its_own_schedule(
     library: Library, make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from halocline.backends_cuda import step_state
+    from halocline.backends_triton import step_state
 
     step = make_step([300], [1], num_decode=1)
     q, sink = queries(1, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halocline.backends_cuda.row_widths import padded_rows, whole_rows
+from halocline.backends_triton.row_widths import padded_rows, whole_rows
 from halocline.hal.ops.attention import RowSelection
 
 

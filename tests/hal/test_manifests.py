@@ -113,10 +113,10 @@ def test_the_matrix_of_libraries_is_there() -> None:
             "marlin", "triton",
         },
         ("amd", "attention.sparse_decode"): {"triton", "tilelang", "aiter"},
-        ("amd", "attention.sparse_prefill"): {"triton", "aiter"},
-        ("amd", "indexer.logits"): {"triton", "aiter"},
+        ("amd", "attention.sparse_prefill"): {"triton", "tilelang", "aiter", "tokenspeed"},
+        ("amd", "indexer.logits"): {"triton", "tilelang", "aiter"},
         ("amd", "hyper_connection.read"): {"triton", "aiter", "tilelang"},
-        ("amd", "gemm.linear"): {"triton", "aiter"},
+        ("amd", "gemm.linear"): {"triton", "tilelang", "aiter"},
         ("amd", "moe.experts"): {"triton", "aiter"},
     }  # fmt: skip
     assert {key: rows[key] for key in expected} == expected

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE_FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-BACKENDS = ("backends_cuda", "backends_hip")
+BACKENDS = ("backends_cuda", "backends_hip", "backends_triton")
 ABOVE_HAL = ("models", "engine", "serving")
 MOST_LINES = 400
 MOST_FUNCTION_LINES = 60
@@ -92,7 +92,7 @@ def environment_reads(source: Source) -> Iterator[str]:
 
 
 # Facts about devices live here and nowhere else.
-DEVICE_FACTS = ("hal/device.py", "hal/gpu_libraries.py", "hal/profiles.py", *BACKENDS)
+DEVICE_FACTS = ("hal/device.py", "hal/gpu_libraries.py", "hal/profiles.py", "backends_cuda", "backends_hip")
 ARCH = re.compile(r"(?<![a-z0-9])(sm_?\d{2,3}a?|gfx\d{3,4}[a-z]?|MI\d{3}X?|H[12]00|B[12]00)(?![a-z0-9])", re.IGNORECASE)
 VENDOR_TESTS = {"is_hip", "is_cuda", "is_rocm"}
 VENDOR_VERSIONS = {"torch.version.hip", "torch.version.cuda"}

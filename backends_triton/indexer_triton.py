@@ -6,6 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from halocline.backends_triton.device_facts import fp8_dialect_of
 from halocline.hal.errors import ShapeError
 from halocline.hal.op import implements
 from halocline.hal.ops.attention import AttentionPlan, RowSelection
@@ -50,7 +51,14 @@ def prepare_query_triton(
     """See the contract."""
     check_index_query(q_THI, weights_TH)
     return IndexQuery(
-        *prepare_index_query(q_THI, weights_TH, plan.batch.positions_T, rope.cos_sin_PR, rounding=rounding)
+        *prepare_index_query(
+            q_THI,
+            weights_TH,
+            plan.batch.positions_T,
+            rope.cos_sin_PR,
+            rounding=rounding,
+            fp8_dialect=fp8_dialect_of(q_THI.device),
+        )
     )
 
 

@@ -8,7 +8,7 @@ from halocline.hal.errors import InputError
 from halocline.hal.op import implements
 from halocline.hal.ops.collective import ProcessGroup, all_gather, all_reduce
 
-__all__ = ["all_gather_nccl", "all_reduce_nccl"]
+__all__ = ["all_gather_torch", "all_reduce_torch"]
 
 
 def _require_one(group: ProcessGroup) -> None:
@@ -17,14 +17,14 @@ def _require_one(group: ProcessGroup) -> None:
 
 
 @implements(all_reduce)
-def all_reduce_nccl(x_TD: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_torch(x_TD: Tensor, group: ProcessGroup) -> Tensor:
     """See the contract."""
     _require_one(group)
     return x_TD
 
 
 @implements(all_gather)
-def all_gather_nccl(x_TD: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_torch(x_TD: Tensor, group: ProcessGroup) -> Tensor:
     """See the contract."""
     _require_one(group)
     return x_TD

@@ -6,9 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from halocline.backends_cuda.gemm_triton import TritonWeight, multiply_groups, prepare_weight
-from halocline.backends_cuda.row_widths import whole_rows
-from halocline.backends_cuda.step_plan import make_plan
+from halocline.backends_triton.gemm_triton import TritonWeight, prepare_weight, stored_matrices
+from halocline.backends_triton.row_widths import whole_rows
+from halocline.backends_triton.step_plan import make_plan
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import Weight
 from halocline.hal.op import implements
@@ -27,7 +27,7 @@ from halocline.hal.ops.batch import BatchMetadata, CacheGeometry
 from halocline.hal.ops.gemm import PreparedWeight, prepare_linear
 from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.ops.rope import RopeTable
-from halocline.kernels_portable.inverse_rope import rotate_back
+from halocline.kernels_portable.linear_layer import project_outputs
 from halocline.kernels_portable.query_norm_rope import query_norm_rope
 from halocline.kernels_portable.sparse_attention import (
     SelectedRows,
@@ -169,5 +169,12 @@ def output_triton(
     _, num_heads, width = out_THD.shape
     if num_heads % num_groups or wo_a.shape[1] != num_heads // num_groups * width or wo_a.shape[0] % num_groups:
         raise ShapeError(f"{num_heads} heads of {width} in {num_groups} groups against wo_a of shape {wo_a.shape}")
-    rotated_THD = rotate_back(out_THD, plan.batch.positions_T, rope.cos_sin_PR)
-    return multiply_groups(rotated_THD.flatten(1), wo_a, num_groups, out_dtype=out_THD.dtype)
+    return project_outputs(
+        out_THD,
+        plan.batch.positions_T,
+        rope.cos_sin_PR,
+        stored_matrices(wo_a, num_groups),
+        rounds_input=False,
+        target=target_of(out_THD.device),
+        batch_invariant=False,
+    )

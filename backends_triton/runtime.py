@@ -1,4 +1,4 @@
-"""Runtime services of the NVIDIA backend: captured graphs in one memory pool, memory facts, waiting."""
+"""Runtime services of a GPU through torch, which has one interface for both vendors: graphs, memory facts, waiting."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["RUNTIME", "CudaRuntime"]
+__all__ = ["RUNTIME", "TorchRuntime"]
 
 
-class CudaRuntime:
+class TorchRuntime:
     """What the engine needs of the device of this process beside kernels.
 
     All graphs share one pool: they never run at the same time, so that the memory of the largest serves the others.
@@ -41,4 +41,4 @@ class CudaRuntime:
         torch.cuda.synchronize()
 
 
-RUNTIME = CudaRuntime()
+RUNTIME = TorchRuntime()

@@ -14,10 +14,9 @@ __all__ = ["block_codes", "block_scales"]
 
 
 def block_codes(weight: Weight) -> Tensor:
-    """Contiguous E4M3 codes of an FP8 weight."""
-    if weight.fp8_dialect != "ocp":
-        raise ShapeError(f"FP8 weights of dialect {weight.fp8_dialect}: these kernels read ocp")
-    return weight.data.contiguous().view(torch.float8_e4m3fn)
+    """Contiguous E4M3 codes of an FP8 weight, in the element type of its dialect."""
+    kind = torch.float8_e4m3fnuz if weight.fp8_dialect == "fnuz" else torch.float8_e4m3fn
+    return weight.data.contiguous().view(kind)
 
 
 def block_scales(weight: Weight) -> Tensor:

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda.block_scales import block_codes, block_scales
+from halocline.backends_triton.block_scales import block_codes, block_scales
+from halocline.backends_triton.device_facts import in_dialect_of
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.op import implements
@@ -42,7 +43,7 @@ _PLAIN = (WeightFormat.FLOAT32, WeightFormat.BFLOAT16)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TritonExperts:
-    """Experts in the bytes of their checkpoint."""
+    """Experts in the bytes of their checkpoint, but for the FP8 dialect, which is that of the device."""
 
     gate_up: ExpertMatrices
     down: ExpertMatrices
@@ -70,7 +71,10 @@ def _matrices(weight: Weight) -> ExpertMatrices:
     if weight.format in _PLAIN:
         return ExpertMatrices(format="plain", data=weight.data.contiguous())
     if weight.format is WeightFormat.FP8_BLOCK:
-        return ExpertMatrices(format="fp8", data=block_codes(weight), scale=block_scales(weight))
+        stored = in_dialect_of(weight, weight.data.device)
+        return ExpertMatrices(
+            format="fp8", data=block_codes(stored), scale=block_scales(stored), fp8_dialect=stored.fp8_dialect
+        )
     if weight.scale is None:
         raise ShapeError(f"experts in {weight.format.value} of shape {weight.shape} have no scale")
     global_scale = weight.global_scale

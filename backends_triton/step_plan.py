@@ -14,7 +14,7 @@ from halocline.kernels_portable.row_plan import plan_blocks, plan_window
 
 __all__ = ["PlanBuffers", "make_plan"]
 
-_OWNER = "cuda_plan"  # key of the buffers in the plan's scratch
+_OWNER = "plan"  # key of the buffers in the plan's scratch
 _MULTIPLE = 64  # entries of a row, so that no kernel has to copy a selection to widen it
 
 
