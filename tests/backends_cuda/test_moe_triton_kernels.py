@@ -17,6 +17,7 @@ from halocline.hal.errors import ShapeError
 from halocline.hal.formats import WeightFormat
 from halocline.hal.ops.moe import Routing
 from halocline.hal.weight_codecs import quantize_weight
+from halocline.kernels_portable.expert_order import PairOrder
 
 
 class Products:
@@ -65,6 +66,15 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     library = SimpleNamespace(products=Products, tensors=tensors, layouts=layouts, plain=SimpleNamespace)
     monkeypatch.setattr(moe_triton_kernels, "_library", lambda: library)
     monkeypatch.setattr(moe_triton_kernels, "round_activation", lambda x: round_activation(x.float()).to(x.dtype))
+
+    def order_pairs(ids: Tensor, weights: Tensor, *, num_experts: int) -> PairOrder:
+        served = ids.flatten().clamp_min(0)
+        order = torch.sort(served, stable=True).indices
+        sorted_weights = torch.where(ids < 0, 0.0, weights).flatten()[order]
+        counts = torch.bincount(served, minlength=num_experts).int()
+        return PairOrder(order.int(), torch.argsort(order).int(), sorted_weights, counts)
+
+    monkeypatch.setattr(moe_triton_kernels, "order_pairs", order_pairs)
 
     def swiglu(gate_up: Tensor, *, limit: float, weights_P: Tensor, ids_P: Tensor, dtype: Any, rounding: str) -> Any:
         assert bool((ids_P >= 0).all())
