@@ -59,7 +59,7 @@ def _pooled_entry(
         back = (SPAN - 1) - place
         at = position - back
         # Where blocks overlap, the older block gives its first lanes and the younger one its second half.
-        lane = lanes + tl.where(place >= RATIO, WIDTH, 0)[:, None] if SPAN > RATIO else lanes + (place * 0)[:, None]
+        lane = lanes + tl.where(place >= RATIO, SPAN // RATIO * WIDTH - WIDTH, 0)[:, None]
         exists = (at >= 0)[:, None] & (lanes < WIDTH)
         fed = (token - back >= first_token)[:, None]
         here = exists & fed

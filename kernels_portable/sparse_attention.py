@@ -81,10 +81,10 @@ def num_attention_splits(
     Returns:
         A power of two, 1 for no division.
     """
-    most = min(_MOST_SPLITS, triton.next_power_of_2(triton.cdiv(num_entries, tiles.rows)))
+    most = min(_MOST_SPLITS, int(triton.next_power_of_2(triton.cdiv(num_entries, tiles.rows))))
     if batch_invariant:
         return min(most, 8)
-    programs = max(1, num_tokens) * triton.cdiv(num_heads, tiles.heads)
+    programs = max(1, num_tokens) * -(-num_heads // tiles.heads)
     wanted = target.num_processors // programs
     return min(most, 1 << (wanted.bit_length() - 1)) if wanted > 1 else 1
 

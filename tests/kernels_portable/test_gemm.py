@@ -9,11 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from halocline.hal.formats import WeightFormat
+from halocline.hal.weight_codecs import dequantize, quantize_weight
 from halocline.kernels_portable.dense_gemm import dense_gemm
 from halocline.kernels_portable.fp8_gemm import fp8_gemm
 from halocline.kernels_portable.gemm_tiles import GemmTiles, gemm_tiles
 from halocline.kernels_portable.inverse_rope import rotate_back, rotate_back_and_quantize
-from halocline.kernels_portable.linear_layer import StoredMatrices, float_scales, multiply, project_outputs
+from halocline.kernels_portable.linear_layer import (
+    StoredMatrices,
+    float_scales,
+    multiply,
+    project_outputs,
+    scales_of_groups,
+)
 from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.target import Target
 
@@ -206,11 +214,11 @@ def test_grouped_output_projection(
     x = torch.randn(tokens, heads, width, generator=gen)
     positions, table = torch.tensor([0, 7, 40], dtype=torch.int32), rope_table(64, 64)
     if kind == "plain":
-        weight = StoredMatrices(data=torch.randn(groups, rank, 256, generator=gen))
+        weight = StoredMatrices(format="plain", data=torch.randn(groups, rank, 256, generator=gen))
         values, rounds = weight.data.double(), False
     else:
         codes, scales, values = _fp8_weight(groups, rank, 256, kind)
-        weight = StoredMatrices(data=codes, scale=scales, fp8_dialect=kind)  # type: ignore[arg-type]
+        weight = StoredMatrices(format="fp8", data=codes, scale=scales, fp8_dialect=kind)  # type: ignore[arg-type]
     found = project_outputs(x, positions, table, weight, rounds_input=rounds, target=H200, batch_invariant=False)
     rotated = rotate(x, table, positions.long(), inverse=True).flatten(1)
     rows = (_rounded(rotated) if rounds else rotated.double()).view(tokens, groups, 256)
@@ -224,10 +232,10 @@ def test_linear_layers_round_only_what_fp8_multiplies(rounds: bool) -> None:
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
     codes, scales, values = _fp8_weight(1, 64, 256, "ocp")
     options = dict(rounds_input=rounds, out_dtype=torch.float32, target=MI300X, batch_invariant=True)
-    found = multiply(x, StoredMatrices(data=codes, scale=scales), **options)
+    found = multiply(x, StoredMatrices(format="fp8", data=codes, scale=scales), **options)
     expected = (_rounded(x) if rounds else x.double()) @ values[0].T
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=float(expected.abs().max()) * 1e-5)
-    plain = multiply(x, StoredMatrices(data=values.float()), **options)
+    plain = multiply(x, StoredMatrices(format="plain", data=values.float()), **options)
     torch.testing.assert_close(
         plain.double(), x.double() @ values[0].T, rtol=1e-5, atol=float(expected.abs().max()) * 1e-5
     )
@@ -238,3 +246,33 @@ def test_scales_of_checkpoints_become_float32() -> None:
     assert float_scales(stored).tolist() == [[2.0**-126, 1.0, 8.0]]
     assert float_scales(stored.view(torch.float8_e8m0fnu)).tolist() == [[2.0**-126, 1.0, 8.0]]
     assert float_scales(torch.tensor([[0.3]])).tolist() == torch.tensor([[0.3]]).tolist()
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+@pytest.mark.parametrize("rows", [1, 21])
+@pytest.mark.parametrize("weight_format", [WeightFormat.MXFP4, WeightFormat.NVFP4])
+def test_linear_layers_in_fp4(weight_format: WeightFormat, rows: int, rounds: bool) -> None:
+    gen = torch.Generator().manual_seed(rows)
+    stored = quantize_weight(torch.randn(72, 128, generator=gen), weight_format)
+    assert stored.scale is not None
+    unit = None if stored.global_scale is None else stored.global_scale.reshape(1)
+    weight = StoredMatrices(format="fp4", data=stored.data[None], scale=stored.scale[None], global_scale=unit)
+    x = torch.randn(rows, 128, generator=gen)
+    found = multiply(x, weight, rounds_input=rounds, out_dtype=torch.float32, target=H200, batch_invariant=False)
+    expected = (_rounded(x) if rounds else x.double()) @ dequantize(stored).double().T
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_small_groups_share_a_block_of_scales() -> None:
+    scales = torch.arange(6.0).view(3, 2)
+    assert scales_of_groups(scales, num_groups=6, rows=64)[:, 0, 0].tolist() == [0, 0, 2, 2, 4, 4]
+    assert scales_of_groups(scales, num_groups=3, rows=128).shape == (3, 1, 2)
+    with pytest.raises(ValueError, match="straddle"):
+        scales_of_groups(scales, num_groups=2, rows=192)
+
+
+def test_matrices_that_no_kernel_takes_are_refused() -> None:
+    with pytest.raises(ValueError, match="lacks scales"):
+        StoredMatrices(format="fp8", data=torch.empty(1, 1, 1))
+    with pytest.raises(ValueError, match="only one"):
+        StoredMatrices(format="fp4", data=torch.empty(2, 1, 16), scale=torch.empty(2, 1, 1))
