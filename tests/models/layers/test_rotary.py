@@ -56,6 +56,16 @@ def test_every_pair_equals_an_independent_formula(theta: float, stretched: bool)
         assert float(found[pair]) == pytest.approx(independent(theta, pair, stretched=stretched), rel=3e-7)
 
 
+def test_every_bit_equals_transformers_frequencies() -> None:
+    """At position 1,000,000 the last bit of a frequency is a tenth of a radian: float32, computed in float32."""
+    from transformers import DeepseekV4Config
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
+
+    rotary = DeepseekV4RotaryEmbedding(DeepseekV4Config(**FLASH.to_dict(dialect="transformers")))
+    assert torch.equal(rotary.main_inv_freq, inverse_frequencies(10000.0, 64))
+    assert torch.equal(rotary.compress_inv_freq, inverse_frequencies(160000.0, 64, **YARN))
+
+
 def test_the_ramp_has_a_width_even_where_both_ends_meet() -> None:
     found = inverse_frequencies(10.0, 8, factor=4.0, beta_fast=1.0, beta_slow=1.0, original_positions=6)
     assert found.isfinite().all()
