@@ -179,7 +179,8 @@ def _difference(op: Op[..., Any], name: str, first: Tensor, second: Tensor, dtyp
     if tolerance is None:
         within = not bool(gap.any())
     else:
-        within = bool((gap <= tolerance.atol + tolerance.rtol * b.abs()).all())
+        size = norm_b / max(b.numel(), 1) ** 0.5
+        within = bool((gap <= tolerance.atol * max(size, 1.0) + tolerance.rtol * b.abs()).all())
         within = within and norm_gap <= tolerance.norm * norm_b + tolerance.atol
     return Difference(
         output=name,

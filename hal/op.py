@@ -34,7 +34,8 @@ class Tolerance:
     """How far a kernel may be from the reference, and why.
 
     Attributes:
-        atol: Absolute bound per element.
+        atol: Absolute bound per element where the reference's root mean square is at most 1. It grows with a larger
+            one, because what cancels in a sum is as large as its terms.
         rtol: Bound relative to the reference's magnitude per element.
         norm: Bound on the norm of the difference over the norm of the reference.
         reason: Where the size comes from.
