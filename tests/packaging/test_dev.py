@@ -77,6 +77,29 @@ def test_pins_keep_a_gpu_build_and_its_triton(dev: Any, in_copy: Path) -> None:
     assert "pytest==9.2.0" in lines
 
 
+def test_torch_is_installed_alone_and_the_triton_that_it_brings_is_kept(
+    dev: Any, in_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPI's Linux build asks for a triton of its own; with ours beside it pip would find no solution."""
+    nothing = {"torch": None, "gpu": False, "triton": None, "site": None}
+    built = {"torch": "2.13.0", "gpu": True, "triton": "3.7.1", "site": "/site"}
+    installs: list[tuple[list[str], list[str]]] = []
+
+    def must(*command: object) -> None:
+        words = [str(word) for word in command]
+        installs.append((words[words.index("-c") + 2 :], Path(words[words.index("-c") + 1]).read_text().splitlines()))
+
+    monkeypatch.setattr(dev, "must", must)
+    monkeypatch.setattr(dev, "probe", lambda _python: built if installs else nothing)
+    for name, value in {"VENV": in_copy, "PYTHON": in_copy / "pyproject.toml", "STAMP": in_copy / "stamp"}.items():
+        monkeypatch.setattr(dev, name, value)
+    dev.environment("dev", None)
+    (first, before), (second, after) = installs
+    assert (first, before) == (["torch"], ["torch==2.13.0"])
+    assert second == ["-e", ".[dev]"]
+    assert sorted(line for line in after if line.startswith(("torch", "triton"))) == ["torch==2.13.0", "triton==3.7.1"]
+
+
 # ---- when to install again --------------------------------------------------------------------------------------
 
 
