@@ -167,8 +167,11 @@ def tokens(rows: Rows, options: argparse.Namespace) -> None:
 
 def tokens_libraries(rows: Rows, options: argparse.Namespace) -> None:
     """The same on the libraries."""
+    left_out = [op for op in options.without if op not in _STREAMS]
+    name = "-".join(["libraries", *(f"without-{op}" for op in left_out)])
     for graphs in (False, True) if options.eager else (True,):
-        _tokens(rows, options, "libraries", _library_flags(_STREAMS), graphs)
+        flags = (*_library_flags(options.without), f"sampling.sample={options.sampling}")
+        _tokens(rows, options, name, flags, graphs)
 
 
 def graphs(rows: Rows, options: argparse.Namespace) -> None:
@@ -320,6 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--families", nargs="*", default=[], metavar="FAMILY", help="of ops, for the part `cases`")
     parser.add_argument("--warm", action="store_true", help="compile only: run each shape once, time nothing")
     parser.add_argument("--trace", action="store_true", help="list the kernels of a decode step, too")
+    parser.add_argument("--sampling", default="triton", help="kernel that draws tokens, for `tokens_libraries`")
     parser.add_argument("--eager", action="store_true", help="tokens without graphs first")
     parser.add_argument("--kernels", nargs="*", default=[], metavar="OP=KERNEL", help="for the part `cases`")
     shapes = [*map(str, _SERIAL_ROOF), "prefill"]

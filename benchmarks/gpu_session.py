@@ -19,6 +19,7 @@ from halocline.benchmarks.fetch_wheels import unpack
 
 __all__ = ["main"]
 
+_STREAMS = ("hyper_connection.read", "hyper_connection.write")
 # By plan: parts that check or compile, side by side, then parts that are timed, alone and in order of importance.
 _PLANS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]] = {
     "full": (
@@ -47,8 +48,10 @@ _PLANS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]
     ),
     "short": (
         (
-            ("tokens_libraries",),
+            ("tokens_libraries", "--sampling", "reference"),
+            ("tokens_libraries", "--without", *_STREAMS, "indexer.logits"),
             ("tokens",),
+            ("graphs",),
             ("decode_libraries", "--warm", "--shapes", "1", "8"),
             ("decode_libraries", "--warm", "--shapes", "32", "128"),
             ("decode_libraries", "--warm", "--shapes", "prefill"),
