@@ -99,4 +99,4 @@ def route_by_score_aiter(logits_TE: Tensor, bias_E: Tensor, *, num_chosen: int, 
             routed_scaling_factor=scale,
             score_func="sqrtsoftplus",
         )
-    return Routing(ids_TK, weights_TK)
+    return Routing(ids_TK, weights_TK.nan_to_num_(nan=0.0))  # scores that vanish together: the contract wants zeros

@@ -230,6 +230,8 @@ def to_fnuz(weight: Weight) -> Weight:
     scale = weight.scale
     if scale.dtype == torch.float32:
         scale = scale * 2
+        if not bool(torch.isfinite(scale).all()):
+            raise ShapeError(f"a weight of shape {weight.shape} has a scale that is not finite or cannot double")
     else:
         scale = scale.contiguous().view(torch.uint8)
         if bool((scale >= 254).any()):
