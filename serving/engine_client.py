@@ -7,6 +7,7 @@ streams of those who asked.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +31,9 @@ __all__ = [
 ]
 
 MAX_BACKLOG = 8192
-"""Tokens of one request that may wait for a slow client before the request is given up."""
+"""Tokens of one request that may wait for a slow client before the request is given up; of several outputs, more."""
+
+_BACKLOG_OF_EACH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +45,17 @@ class EngineRequest:
         prompt_ids: Token ids.
         params: How to generate, without a token mask: the engine makes it of `grammar`.
         grammar: Restriction of the output, or None.
+        packed_ids: The token ids as int32, packed where the request is made: beside the event loop.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     grammar: GrammarSpec | None = None
+    packed_ids: bytes = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "packed_ids", array("i", self.prompt_ids).tobytes())
 
 
 class TokenDelta(NamedTuple):
@@ -114,10 +122,10 @@ class EngineHealth:
 class TokenStream:
     """The outputs of one request as they come. Closing it before its end aborts the request.
 
-    A stream whose reader does not keep up is given up after `MAX_BACKLOG` tokens, so that memory stays bounded.
+    A stream whose reader does not keep up is given up, see `MAX_BACKLOG`, so that memory stays bounded.
     """
 
-    __slots__ = ("_abort", "_backlog", "_failure", "_num_open", "_pending", "_waiter")
+    __slots__ = ("_abort", "_backlog", "_failure", "_max_backlog", "_num_open", "_pending", "_waiter")
 
     def __init__(self, num_outputs: int, abort: Callable[[int | None], None]) -> None:
         """Starts empty; `abort` ends one output of the request, or all of them for None."""
@@ -125,6 +133,7 @@ class TokenStream:
         self._num_open = num_outputs
         self._pending: list[TokenDelta] = []
         self._backlog = 0
+        self._max_backlog = max(MAX_BACKLOG, _BACKLOG_OF_EACH * num_outputs)
         self._failure: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -146,7 +155,7 @@ class TokenStream:
         self._backlog += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._num_open -= 1
-        if self._backlog > MAX_BACKLOG and self._num_open > 0:
+        if self._backlog > self._max_backlog and self._num_open > 0:
             self._abort(None)
             self.fail(ApiError(408, "the client reads too slowly; the request was given up", code="slow_client"))
             return

@@ -62,14 +62,12 @@ class LoadedEngine:
         """Whether a step would do anything."""
         return self._engine.has_work
 
-    def add_request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
-    ) -> tuple[Request, ...]:
-        """Queues a prompt; of n outputs, the first prefills it for the others."""
+    def make_outputs(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[Request, ...]:
+        """Checks a prompt and makes a request for each of n; touches nothing that steps use."""
         admitted = admit(prompt_ids, params, self.info.limits)
-        requests = tuple(
+        return tuple(
             Request(
-                request_id or "request",
+                request_id,
                 replace(admitted, params=admitted.params.for_choice(index)),
                 index=index,
                 arrival_time=self._engine.clock(),
@@ -77,9 +75,11 @@ class LoadedEngine:
             )
             for index in range(params.n)
         )
-        for request in requests:
-            self._engine.add(request, leader=requests[0] if request.index else None)
-        return requests
+
+    def add(self, outputs: tuple[Request, ...]) -> None:
+        """Queues the outputs of a prompt; the first prefills it for the others."""
+        for request in outputs:
+            self._engine.add(request, leader=outputs[0] if request.index else None)
 
     def abort(self, request: Request) -> None:
         """Ends an output."""

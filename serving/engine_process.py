@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,7 +103,9 @@ class ProcessEngine:
         self._problem = "the engine was stopped"
         if self._process is None:
             return
-        if self._line is not None and not self._line.closed:
+        if self._info is None:  # it loads and listens to nothing
+            self._process.kill()
+        elif self._line is not None and not self._line.closed:
             self._line.send(("stop",))
         try:
             await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
@@ -143,8 +144,7 @@ class ProcessEngine:
         number = next(self._numbers)
         stream = TokenStream(request.params.n, lambda index: self._abort(number, index))
         self._jobs[number] = _Job(request.id, stream)
-        prompt = array("i", request.prompt_ids).tobytes()
-        self._line.send(("submit", number, request.id, prompt, request.params, request.grammar))
+        self._line.send(("submit", number, request.id, request.packed_ids, request.params, request.grammar))
         return stream
 
     def abort(self, request_id: str) -> bool:

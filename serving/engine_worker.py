@@ -65,10 +65,12 @@ class ServedEngine(Protocol):
         """Whether a step would do anything."""
         ...
 
-    def add_request(
-        self, prompt_ids: Any, params: SamplingParams, *, request_id: str | None = None
-    ) -> tuple[ServedOutput, ...]:
-        """Queues a prompt; one output for each of n."""
+    def make_outputs(self, request_id: str, prompt_ids: Any, params: SamplingParams) -> tuple[ServedOutput, ...]:
+        """Checks a prompt and makes an output for each of n. Called beside the steps, on another thread."""
+        ...
+
+    def add(self, outputs: tuple[ServedOutput, ...]) -> None:
+        """Queues the outputs of a prompt."""
         ...
 
     def abort(self, request: Any) -> None:
@@ -124,7 +126,7 @@ class _Worker:
         ids.frombytes(prompt)
         self._waiting.add(number)
         if grammar is None:
-            self._commands.put(lambda: self._add(number, name, ids, params))
+            self._make(number, name, ids, params)
         else:
             self._pool.submit(self._compile, number, name, ids, params, grammar)
 
@@ -138,7 +140,20 @@ class _Worker:
             logger.exception("a grammar could not be compiled")
             self._refuse_later(number, grammar.path, "could not be turned into a grammar")
         else:
-            self._commands.put(lambda: self._add(number, name, ids, params))
+            self._make(number, name, ids, params)
+
+    def _make(self, number: int, name: str, ids: Any, params: SamplingParams) -> None:
+        """Checks and makes the outputs beside the steps: a prompt may be long."""
+        try:
+            outputs = self._engine.make_outputs(name, ids, params)
+        except RequestError as error:
+            field = error.field if isinstance(error, FieldError) else None
+            self._refuse_later(number, field, str(error).splitlines()[0])
+        except Exception:  # one request that the engine cannot take must not end the others
+            logger.exception("a request could not be made")
+            self._commands.put(lambda: self._send(("lost", number)))
+        else:
+            self._commands.put(lambda: self._add(number, outputs))
 
     def _refuse_later(self, number: int, field: str | None, message: str) -> None:
         def refuse() -> None:
@@ -169,23 +184,14 @@ class _Worker:
             except queue.Empty:
                 return
 
-    def _add(self, number: int, name: str, ids: Any, params: SamplingParams) -> None:
-        if number not in self._waiting:  # aborted while its grammar was made
+    def _add(self, number: int, outputs: tuple[ServedOutput, ...]) -> None:
+        if number not in self._waiting:  # aborted while it was made
             return
         self._waiting.discard(number)
-        try:
-            outputs = self._engine.add_request(ids, params, request_id=name)
-        except RequestError as error:
-            field = error.field if isinstance(error, FieldError) else None
-            self._send(("refused", number, field, str(error).splitlines()[0]))
-            return
-        except Exception:  # one request that the engine cannot take must not end the others
-            logger.exception("a request could not be added")
-            self._send(("lost", number))
-            return
         self._outputs[number] = list(outputs)
         for output in outputs:
             self._numbers[id(output)] = (number, True)
+        self._engine.add(outputs)
 
     def _abort(self, number: int, index: int | None) -> None:
         if index is None:

@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 THINK_END = "</think>"
 MARKUP = "｜DSML｜"
-_TAG_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,19 +181,19 @@ class OutputParser:
             self._unclear, self._detokenizer = "", None
 
     def _track_tag(self, token_id: int) -> None:
-        """Remembers the last tag of a call: what stands before its markup token, and the first tokens after it."""
+        """Remembers the last tag of a call: the tokens before and after its markup token."""
         if token_id == self._vocabulary.markup and not self._in_reasoning:
             self._tag = [self._previous]
-        elif self._tag is not None and len(self._tag) < _TAG_TOKENS:
+        elif self._tag is not None and len(self._tag) == 1:
             self._tag.append(token_id)
         self._previous = token_id
 
     def _ends_in_a_call(self) -> bool:
-        """Whether the last tag of a call opens something."""
+        """Whether the last tag is not one that closes a call or all of them, `</...invoke>` or `</...tool_calls>`."""
         if self._tag is None or not self._parses_calls:
             return False
         before, *after = [self._vocabulary.prompter.tokenizer.token_bytes(one) for one in self._tag]
-        return not (before.endswith(b"/") and b"".join(after).startswith((b"invoke", b"tool_calls")))
+        return not (before.endswith(b"/") and b"".join(after).startswith((b"i", b"t")))
 
 
 def _logprob(entry: TokenLogprob) -> tuple[float, list[tuple[int, float]]]:

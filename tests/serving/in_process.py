@@ -54,11 +54,12 @@ class InProcessEngine:
             params = request.params
             if request.grammar is not None:
                 params = replace(params, token_mask=self._compiler.compile(request.grammar))
-            outputs = self.engine.add_request(request.prompt_ids, params)
+            outputs = self.engine.make_outputs(request.id, request.prompt_ids, params)
         except RequestError as error:
             path = error.field if isinstance(error, FieldError) or request.grammar is None else request.grammar.path
             stream.fail(bad_field(path, str(error)))
             return stream
+        self.engine.add(outputs)
         self._jobs[number] = (request.id, stream, outputs)
         self._open[number] = len(outputs)
         self._news.set()

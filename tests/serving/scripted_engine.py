@@ -131,13 +131,10 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return bool(self._outputs or self._ended)
 
-    def add_request(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, request_id: str | None = None
-    ) -> tuple[Output, ...]:
+    def make_outputs(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> tuple[Output, ...]:
         del request_id
         admitted = admit(prompt_ids, params, self.limits)
         script = _script(self.tokenizer.decode(prompt_ids))
-        self._hang = script.get("hang", 0.0)
         outputs = []
         for index in range(params.n):
             one = replace(admitted.params.for_choice(index), token_mask=params.token_mask)
@@ -147,9 +144,12 @@ class ScriptedEngine:
                 output.prompt_logprobs = [self._logprob(one, token) for token in admitted.prompt_ids[1:]]
             output.stop_ids = admitted.stop_ids
             outputs.append(output)
-        self._counts["prefill_tokens"] += len(admitted.prompt_ids)
-        self._outputs += outputs
         return tuple(outputs)
+
+    def add(self, outputs: tuple[Output, ...]) -> None:
+        self._counts["prefill_tokens"] += len(outputs[0].prompt)
+        self._hang = outputs[0].script.get("hang", 0.0)
+        self._outputs += outputs
 
     def _script_ids(self, script: Mapping[str, Any], index: int) -> list[int]:
         if "ids" in script:

@@ -99,7 +99,8 @@ def test_null_counts_as_left_out(inside: Any, path: str) -> None:
 @pytest.mark.parametrize("path", SMALLEST)
 def test_unknown_fields_are_refused_with_the_nearest_name(inside: Any, path: str) -> None:
     answer = inside.post(
-        path, {**SMALLEST[path], "temprature": 1, "promt": 2} if "token" not in path else {**SMALLEST[path], "modle": 1}
+        path,
+        {**SMALLEST[path], "temperatures": 1, "prompts": 2} if "token" not in path else {**SMALLEST[path], "models": 1},
     )
     assert answer.status == 400
     assert "is not a known field; did you mean" in answer.json()["error"]["message"]

@@ -85,6 +85,14 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 
 
+def nested(depth: int) -> dict[str, Any]:
+    """A schema within a schema within a schema."""
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 def content_of(answer: Any, stream: bool) -> tuple[str, str, str]:
     """Reasoning, answer and finish reason."""
     assert answer.status == 200, answer.body
@@ -183,6 +191,9 @@ def test_choice(inside: Any) -> None:
         ({"type": "regex", "regex": "(unclosed"}, "cannot be enforced"),
         ({"type": "regex", "regex": "a(?=b)"}, "cannot be enforced"),
         ({"type": "regex", "regex": ""}, "must not be empty"),
+        ({"type": "regex", "regex": "(" * 20_000 + "a" + ")" * 20_000}, "cannot be enforced"),
+        ({"type": "regex", "regex": "(a|b|c)*" * 3000}, "cannot be enforced"),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": nested(400)}}, "nesting depth"),
         ({"type": "choice", "choices": []}, "at least 1"),
         ({"type": "yaml"}, "must be one of"),
     ],
