@@ -8,15 +8,16 @@ end whether every tensor was taken.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from halocline.hal.formats import Weight, WeightFormat
+from halocline.hal.weight_codecs import FP8_BLOCK_SIZE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["MappingSource", "Scope", "WeightSource"]
+__all__ = ["MappingSource", "Scope", "WeightSource", "join_rows"]
 
 
 class WeightSource(Protocol):
@@ -92,3 +93,25 @@ def _plain(data: Tensor) -> Weight:
 
     stored = WeightFormat.BFLOAT16 if data.dtype == torch.bfloat16 else WeightFormat.FLOAT32
     return Weight(data=data, format=stored, shape=tuple(data.shape))
+
+
+def join_rows(first: Weight, second: Weight) -> tuple[Weight, ...]:
+    """One matrix with the rows of both, so that one product gives both results; both where that cannot be.
+
+    Blocks of scales must not straddle the two, and each NVFP4 matrix has a global scale of its own.
+    """
+    import torch
+
+    same = (first.format, first.fp8_dialect, first.data.dtype) == (second.format, second.fp8_dialect, second.data.dtype)
+    straddles = first.format is WeightFormat.FP8_BLOCK and first.shape[0] % FP8_BLOCK_SIZE != 0
+    if not same or straddles or first.format is WeightFormat.NVFP4:
+        return first, second
+
+    def joined(a: Tensor, b: Tensor) -> Tensor:
+        if a.element_size() > 1:
+            return torch.cat((a, b))
+        return torch.cat((a.view(torch.uint8), b.view(torch.uint8))).view(a.dtype)
+
+    scale = None if first.scale is None or second.scale is None else joined(first.scale, second.scale)
+    shape = (first.shape[0] + second.shape[0], first.shape[1])
+    return (replace(first, data=joined(first.data, second.data), scale=scale, shape=shape),)

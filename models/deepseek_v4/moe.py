@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from halocline.models.weight_source import join_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -39,8 +41,10 @@ class MixtureOfExperts:
             activation=recipe.activation,
         )
         shared = weights / "shared_experts"
-        self.shared_gate = ops.gemm.prepare_linear(shared.matrix("w1"), activation=recipe.activation)
-        self.shared_up = ops.gemm.prepare_linear(shared.matrix("w3"), activation=recipe.activation)
+        self.shared_gate_up = [
+            ops.gemm.prepare_linear(weight, activation=recipe.activation)
+            for weight in join_rows(shared.matrix("w1"), shared.matrix("w3"))
+        ]
         self.shared_down = ops.gemm.prepare_linear(shared.matrix("w2"), activation=recipe.activation)
 
     def forward(self, x_TD: Tensor, token_ids_T: Tensor) -> Tensor:
@@ -55,9 +59,10 @@ class MixtureOfExperts:
         """
         routed_TD = self.ops.moe.experts(x_TD, self.route(x_TD, token_ids_T), self.experts, limit=self.limit)
         linear = self.ops.gemm.linear
-        gate_up_TI2 = torch.cat((linear(x_TD, self.shared_gate), linear(x_TD, self.shared_up)), dim=-1)
+        parts = [linear(x_TD, weight) for weight in self.shared_gate_up]
+        gate_up_TI2 = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
         shared_TD = linear(self.ops.moe.swiglu(gate_up_TI2, limit=self.shared_limit), self.shared_down)
-        return (routed_TD.float() + shared_TD.float()).to(x_TD.dtype)
+        return routed_TD + shared_TD  # one rounding: elements are added in float32
 
     def route(self, x_TD: Tensor, token_ids_T: Tensor) -> Routing:
         """Experts and weights of each token."""
