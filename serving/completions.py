@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,11 +16,11 @@ from halocline.serving.chat import answer_format, check_min_tokens
 from halocline.serving.engine_client import EngineRequest, TokenDelta
 from halocline.serving.errors import ApiError, bad_field, from_request_error, openai_body
 from halocline.serving.fields_completions import COMPLETION_FIELDS
-from halocline.serving.grammar_spec import GrammarSpec
 from halocline.serving.output_parser import output_error
 from halocline.serving.reply import Job, ServedModel, TokenCounts, caller, new_id, sse
 from halocline.serving.sampling import sampling_params, stop_texts
 from halocline.serving.schema import check
+from halocline.serving.turns import answer_grammar
 
 __all__ = ["CompletionWriter", "completion_job"]
 
@@ -49,7 +48,7 @@ def completion_job(body: Mapping[str, Any], model: ServedModel, limits: ModelLim
         prompt_logprobs=logprobs if echo else None,
         stop=stops,
     )
-    grammar = _grammar(body)
+    grammar = answer_grammar(answer_format(body.get("response_format")), "response_format")
     prompts = _prompts(body["prompt"], model.prompter)
     if len(prompts) * params.n > _MAX_OUTPUTS:
         raise bad_field("n", f"asks for {len(prompts) * params.n} answers in all; {_MAX_OUTPUTS} are allowed")
@@ -76,21 +75,6 @@ def _check_together(body: Mapping[str, Any]) -> None:
     if body.get("echo") and body.get("stream"):
         raise bad_field("echo", "is not supported in streams", code="unsupported_value")
     check_min_tokens(body, "response_format")
-
-
-def _grammar(body: Mapping[str, Any]) -> GrammarSpec | None:
-    wanted = answer_format(body.get("response_format"))
-    if wanted is None:
-        return None
-    kind, content = wanted
-    if kind == "choice":
-        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in content)
-        return GrammarSpec(kind="lark", text=f"start: {texts}")
-    return (
-        GrammarSpec(kind="regex", text=content)
-        if kind == "regex"
-        else GrammarSpec(kind="json", text=json.dumps(content))
-    )
 
 
 def _prompts(stated: str | list[Any], prompter: Prompter) -> list[tuple[int, ...]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -77,27 +78,27 @@ class Exchange:
 
     async def _send_whole(self, send: Send) -> None:
         writer = self._job.writer
-        async for prompt, deltas in self._news():
-            for delta in deltas:
-                writer.push(prompt, delta)
-            self._stop_ended()
+        async with aclosing(self._news()) as news:
+            async for prompt, deltas in news:
+                for delta in deltas:
+                    writer.push(prompt, delta)
+                self._stop_ended()
         response = JSONResponse(writer.whole(), headers={"x-request-id": self._job.id})
         await response({"type": "http"}, _never, send)
 
     async def _send_events(self, send: Send) -> None:
         writer, begun = self._job.writer, False
         try:
-            async for prompt, deltas in self._news():
-                events = []
-                for delta in deltas:
-                    events += writer.push(prompt, delta)
-                self._stop_ended()
-                if not events:
-                    continue
-                if not begun:
-                    begun = True
-                    await send(_head(self._job.id))
-                await self._send_piece(send, b"".join(events))
+            async with aclosing(self._news()) as news:
+                async for prompt, deltas in news:
+                    events = [event for delta in deltas for event in writer.push(prompt, delta)]
+                    self._stop_ended()
+                    if not events:
+                        continue
+                    if not begun:
+                        begun = True
+                        await send(_head(self._job.id))
+                    await self._send_piece(send, b"".join(events))
         except ApiError as error:
             if not begun or error.code == _GONE:
                 raise
@@ -113,7 +114,7 @@ class Exchange:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         self.sending_since = None
 
-    async def _news(self) -> AsyncIterator[tuple[int, list[TokenDelta]]]:
+    async def _news(self) -> AsyncGenerator[tuple[int, list[TokenDelta]], None]:
         """What the engine says, until every output has ended, with the number of the prompt."""
         writer = self._job.writer
         if len(self._streams) == 1:
@@ -125,13 +126,14 @@ class Exchange:
                 yield 0, await stream.read()
             return
         first = True
-        async for prompt, deltas in _merged(self._streams):
-            if first:
-                first = False
-                self._on_first()
-            yield prompt, deltas
-            if writer.is_over:
-                return
+        async with aclosing(_merged(self._streams)) as merged:
+            async for prompt, deltas in merged:
+                if first:
+                    first = False
+                    self._on_first()
+                yield prompt, deltas
+                if writer.is_over:
+                    return
 
     def _stop_ended(self) -> None:
         """Tells the engine of outputs that ended here."""
@@ -141,7 +143,7 @@ class Exchange:
             self._streams[prompt].stop(output)
 
 
-async def _merged(streams: list[TokenStream]) -> AsyncIterator[tuple[int, list[TokenDelta]]]:
+async def _merged(streams: list[TokenStream]) -> AsyncGenerator[tuple[int, list[TokenDelta]], None]:
     """News of several streams in the order in which they come."""
     reads: dict[asyncio.Task[list[TokenDelta]], int] = {
         asyncio.create_task(stream.read()): index for index, stream in enumerate(streams)

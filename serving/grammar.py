@@ -68,7 +68,7 @@ class GrammarCompiler:
         self._eos_ids = limits.eos_ids
         self._think_end = known.control_ids.get(THINK_END)
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str, bool], Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def compile(self, spec: GrammarSpec) -> TokenMask:
         """A token mask for a restriction.
@@ -80,7 +80,7 @@ class GrammarCompiler:
         return _Mask(prototype, spec, self._eos_ids, self._think_end)
 
     def _prototype(self, spec: GrammarSpec) -> Any:
-        key = (spec.kind, spec.text, spec.lenient)
+        key = (spec.kind, spec.text)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -103,9 +103,7 @@ def _grammar(spec: GrammarSpec) -> str:
         return str(llguidance.LLMatcher.grammar_from_lark(spec.text))
     try:
         return str(
-            llguidance.LLMatcher.grammar_from_json_schema(
-                spec.text, overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": spec.lenient}
-            )
+            llguidance.LLMatcher.grammar_from_json_schema(spec.text, overrides={"whitespace_pattern": _WHITE_SPACE})
         )
     except ValueError as error:
         raise RequestError(f"is not a JSON schema: {_first_words(str(error))}") from error

@@ -19,7 +19,6 @@ class GrammarSpec:
         path: Field of the request that it came from, for messages.
         starts_in_reasoning: Whether the output begins with reasoning, which is free until its end token.
         max_reasoning_tokens: The reasoning is closed after this many tokens; None leaves it open.
-        lenient: Whether parts of a schema that cannot be enforced are let through.
     """
 
     kind: Literal["json", "regex", "lark", "any"]
@@ -27,4 +26,3 @@ class GrammarSpec:
     path: str = "response_format"
     starts_in_reasoning: bool = False
     max_reasoning_tokens: int | None = None
-    lenient: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepseek_recipe as recipe
@@ -21,7 +21,7 @@ from halocline.serving.grammar_spec import GrammarSpec
 from halocline.serving.grammar_tools import OfferedTool, ToolGrammar, tool_grammar
 from halocline.serving.output_parser import MARKUP
 
-__all__ = ["ToolUse", "Turn", "TurnWishes", "check_named", "make_turn", "offered_tools"]
+__all__ = ["ToolUse", "Turn", "TurnWishes", "answer_grammar", "check_named", "make_turn", "offered_tools"]
 
 # What the recipe's bindings raise for values that they cannot take.
 _RECIPE_REFUSES = (ValueError, TypeError, RuntimeError, OverflowError)
@@ -57,7 +57,6 @@ class TurnWishes:
         tools: Of calls.
         answer_format: `None`, or kind and content: ("json", schema), ("regex", text), ("choice", texts).
         format_path: Field that the format came from.
-        show_schema: Whether the schema is also told to the model, as the vendor renders it.
         stop: Texts that end the answer.
         max_reasoning_tokens: Bound of the reasoning.
         continue_last: Whether a last message of the assistant is continued.
@@ -66,7 +65,6 @@ class TurnWishes:
     tools: ToolUse = field(default_factory=ToolUse)
     answer_format: tuple[str, Any] | None = None
     format_path: str = "response_format"
-    show_schema: bool = True
     stop: Sequence[str] = ()
     max_reasoning_tokens: int | None = None
     continue_last: bool = False
@@ -164,7 +162,7 @@ def _rebuilt(conversation: recipe.Conversation, wishes: TurnWishes) -> recipe.Co
         thinking_mode=conversation.thinking_mode,
         tools=conversation.tools,
         reasoning_effort=conversation.reasoning_effort,
-        response_schema=schema if wishes.show_schema and schema != {"type": "object"} else None,
+        response_schema=schema if schema != {"type": "object"} else None,
     )
 
 
@@ -187,42 +185,42 @@ def _parsing(
 def _grammar(wishes: TurnWishes, prompter: Prompter, parsing: recipe.ParsingOptions) -> GrammarSpec | None:
     """The restriction that the wishes amount to."""
     stage = parsing.thinking_initial_stage
-    reasons = stage is not None and stage.starts_in_reasoning()
-    kind, text, path, lenient = _restriction(wishes, prompter)
-    if kind == "any" and (not reasons or wishes.max_reasoning_tokens is None):
+    reasons = stage is not None and bool(stage.starts_in_reasoning())
+    bound = wishes.max_reasoning_tokens if reasons else None
+    spec = _calls_grammar(wishes, prompter) or answer_grammar(wishes.answer_format, wishes.format_path)
+    if spec is None and bound is None:
         return None
-    return GrammarSpec(
-        kind=kind,  # type: ignore[arg-type]
-        text=text,
-        path=path,
-        lenient=lenient,
-        starts_in_reasoning=reasons,
-        max_reasoning_tokens=wishes.max_reasoning_tokens if reasons else None,
-    )
+    return replace(spec or GrammarSpec(kind="any"), starts_in_reasoning=reasons, max_reasoning_tokens=bound)
 
 
-def _restriction(wishes: TurnWishes, prompter: Prompter) -> tuple[str, str, str, bool]:
-    """Kind, text, field and leniency of the answer's grammar."""
+def _calls_grammar(wishes: TurnWishes, prompter: Prompter) -> GrammarSpec | None:
+    """The grammar of an answer with calls, where the calls or the answer are restricted."""
     tools, answer = wishes.tools, wishes.answer_format
-    if tools.is_constrained or (tools.offered and answer is not None):
-        if answer is not None and answer[0] != "json" and not tools.required:
-            raise bad_field(wishes.format_path, f"{answer[0]} cannot be combined with tools", code="unsupported_value")
-        named = [tool for tool in tools.offered if tools.named in (None, tool.name)]
-        asked = ToolGrammar(
-            tools=named,
-            required=tools.required,
-            parallel=tools.parallel,
-            markup_id=prompter.tokenizer.control_id(MARKUP),
-            answer=answer[1] if answer is not None else None,
-        )
-        return "lark", tool_grammar(asked), "tools" if answer is None else wishes.format_path, False
+    if not tools.is_constrained and not (tools.offered and answer is not None):
+        return None
+    if answer is not None and answer[0] != "json" and not tools.required:
+        raise bad_field(wishes.format_path, f"{answer[0]} cannot be combined with tools", code="unsupported_value")
+    asked = ToolGrammar(
+        tools=[tool for tool in tools.offered if tools.named in (None, tool.name)],
+        required=tools.required,
+        parallel=tools.parallel,
+        markup_id=prompter.tokenizer.control_id(MARKUP),
+        answer=answer[1] if answer is not None else None,
+    )
+    return GrammarSpec(kind="lark", text=tool_grammar(asked), path="tools" if answer is None else wishes.format_path)
+
+
+def answer_grammar(answer: tuple[str, Any] | None, path: str) -> GrammarSpec | None:
+    """The grammar of an answer's form, or None where it is free; `path` is the form's field."""
     if answer is None:
-        return "any", "", wishes.format_path, False
+        return None
     kind, content = answer
     if kind == "choice":
         texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in content)
-        return "lark", f"start: {texts}", wishes.format_path, False
-    return kind, content if kind == "regex" else json.dumps(content), wishes.format_path, False
+        return GrammarSpec(kind="lark", text=f"start: {texts}", path=path)
+    if kind == "regex":
+        return GrammarSpec(kind="regex", text=content, path=path)
+    return GrammarSpec(kind="json", text=json.dumps(content), path=path)
 
 
 def check_named(named: str, offered: Sequence[OfferedTool], path: str) -> None:
