@@ -229,7 +229,7 @@ def _experts(
     a2a: tuple[str, ...],
     archs: tuple[str, ...] = _HOPPER_UP,
     known_bad: tuple[KnownBad, ...] = (),
-    status: Status = "planned",
+    status: Status | Mapping[str, Status] = "planned",
     home: str = _HOME,
 ) -> KernelSpec:
     """A runner of the routed experts, keyed by weight format, all-to-all kind and architecture."""
