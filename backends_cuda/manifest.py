@@ -46,6 +46,7 @@ FLASHMLA = (
     ),
 )
 FLASHINFER = (Provider(distribution="flashinfer-python", versions=">=0.6.15,<0.7", module="flashinfer"),)
+TILELANG = (Provider(distribution="tilelang", versions=">=0.1.15,<0.2", module="tilelang"),)
 HUMMING = (Provider(distribution="humming-kernels", versions=">=0.1.12,<0.2", module="humming"),)
 SGLANG = (Provider(distribution="sglang", versions=">=0.5.17,<0.6", module="sglang"),)
 
@@ -128,6 +129,21 @@ def _triton(
     )  # fmt: skip
 
 
+def _tilelang(
+    op: str,
+    *,
+    weights: tuple[str, ...] = (),
+    semantics: Mapping[str, tuple[str, ...]] | None = None,
+    traits: Mapping[str, tuple[object, ...]] | None = None,
+    prepare: str = "",
+) -> KernelSpec:
+    """A portable tilelang kernel: below all others, there for whoever wants to see what AMD devices can be given."""
+    return _row(
+        op, "tilelang", TILELANG, 15, home=_SHARED, archs=_HOPPER, weights=weights, semantics=semantics, traits=traits,
+        prepare=prepare, jit=True, status="not_run",
+    )  # fmt: skip
+
+
 _ATTENTION = (
     _triton("attention.plan"),
     _triton("attention.prepare_query", semantics=_ROPE),
@@ -141,12 +157,17 @@ _ATTENTION = (
         semantics={**_SINK, **_LATENT},
     ),
     _triton("attention.sparse_decode", semantics={**_SINK, **_CACHES}),
+    _tilelang("attention.sparse_decode", semantics={**_SINK, **_LATENT}, traits={"head_dim": (512,)}),
     _row(
         "attention.sparse_prefill", "flashmla", FLASHMLA, 80, archs=_HOPPER_UP, status=_RUN,
         traits={**_UP_TO_128_HEADS, "prefill_layout": ("ragged",)}, semantics={**_SINK, **_LATENT},
         workspace="bf16 rows of the requests of a chunk",
     ),
     _triton("attention.sparse_prefill", semantics={**_SINK, **_CACHES}, traits={"prefill_layout": ("paged", "ragged")}),
+    _tilelang(
+        "attention.sparse_prefill", semantics={**_SINK, **_LATENT},
+        traits={"head_dim": (512,), "prefill_layout": ("paged", "ragged")},
+    ),
     _row(
         "attention.output", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, weights=("fp8_block",), jit=True,
         semantics={**_ROPE, "fp8_dialect": ("ocp",)}, prepare="attention_deep_gemm:prepare_output_deep_gemm",
@@ -184,6 +205,7 @@ _INDEXER = (
         traits={"index_heads": (32, 64), "index_width": (32, 64, 128)},
     ),
     _triton("indexer.logits", semantics=_CACHES),
+    _tilelang("indexer.logits", semantics=_INDEX, traits={"index_width": (64, 128)}),
     # Its extension takes minutes to compile and is no part of the wheel: below our own until someone brings it built.
     _row("indexer.select", "flashinfer", FLASHINFER, 10, archs=_HOPPER_UP, jit=True),
     _triton("indexer.select"),
@@ -195,11 +217,13 @@ _STREAMS = (
         status=_RUN, traits={"num_streams": (4,)}, jit=True,
     ),
     _triton("hyper_connection.read"),
+    _tilelang("hyper_connection.read", traits={"num_streams": (4,)}),
     _row(
         "hyper_connection.write", "flashinfer", FLASHINFER, 60, archs=_HOPPER_UP, traits={"num_streams": (4,)},
         status=_RUN, jit=True,
     ),
     _triton("hyper_connection.write"),
+    _tilelang("hyper_connection.write", traits={"num_streams": (4,)}),
     _triton("hyper_connection.head"),
     _row("norm.rms_norm", "sgl_kernel", SGL_KERNEL, 60, archs=_HOPPER_UP),
     _row("norm.rms_norm", "flashinfer", FLASHINFER, 40, archs=_HOPPER_UP, jit=True),
@@ -214,6 +238,9 @@ _DENSE = (
     _triton(
         "gemm.linear", weights=(*_PLAIN_AND_FP8, "mxfp4", "nvfp4"), semantics=_LINEAR,
         prepare="gemm_triton:prepare_linear_triton",
+    ),
+    _tilelang(
+        "gemm.linear", weights=_PLAIN_AND_FP8, semantics=_LINEAR, prepare="gemm_tilelang:prepare_linear_tilelang",
     ),
     _row("collective.all_gather", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
     _row("collective.all_reduce", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),

@@ -136,7 +136,7 @@ def _tilelang(
 ) -> KernelSpec:
     """A tilelang kernel of ours."""
     return _row(
-        op, "tilelang", TILELANG, 15, archs=_CDNA, weights=weights, semantics=semantics, traits=traits,
+        op, "tilelang", TILELANG, 15, home=_SHARED, archs=_CDNA, weights=weights, semantics=semantics, traits=traits,
         prepare=prepare, known_bad=(_LIKE_HOPPER, *known_bad),
     )  # fmt: skip
 

@@ -54,8 +54,8 @@ def adapter(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> Iterator[Callable[
 
 
 def _replace_portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halocline.backends_hip import attention_rows, fp8_matrix
-    from halocline.backends_triton import prefill_workspace
+    from halocline.backends_hip import attention_rows
+    from halocline.backends_triton import fp8_matrix, prefill_workspace
 
     def read_rows(pages: Tensor, layout: Any, slots: Tensor, *, dtype: Any = None, out_ND: Any = None) -> Tensor:
         rows = read_rows_reference(CacheHandle(layout=layout, num_pages=len(pages), pages=pages), slots)

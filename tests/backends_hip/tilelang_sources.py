@@ -9,7 +9,7 @@ from pathlib import Path
 from halocline.hal.device import ARCHS as FACTS
 from halocline.kernels_portable.target import Target
 
-__all__ = ["ARCHS", "REPORT", "LoweringArch", "source_digest"]
+__all__ = ["ARCHS", "COMPILED_ARCHS", "REPORT", "LoweringArch", "source_digest"]
 
 ROOT = Path(__file__).resolve().parents[2]
 REPORT = Path(__file__).with_name("tilelang_report.json")
@@ -35,6 +35,8 @@ ARCHS = {
     "gfx950": _arch("gfx950", {"kind": "hip", "mcpu": "gfx950"}, 256),
     "sm_90a": _arch("sm_90", {"kind": "cuda", "arch": "sm_90a"}, 132),
 }
+
+COMPILED_ARCHS = ("gfx942",)  # clang 19 of Debian knows no gfx950
 
 
 def source_digest() -> str:

@@ -102,12 +102,12 @@ def test_the_matrix_of_libraries_is_there() -> None:
     for spec in SPECS:
         rows[spec.vendor, spec.op].add(spec.name)
     expected = {
-        ("nvidia", "attention.sparse_decode"): {"flashmla", "flashinfer_trtllm", "triton"},
-        ("nvidia", "attention.sparse_prefill"): {"flashmla", "triton"},
-        ("nvidia", "indexer.logits"): {"deep_gemm", "triton"},
+        ("nvidia", "attention.sparse_decode"): {"flashmla", "flashinfer_trtllm", "triton", "tilelang"},
+        ("nvidia", "attention.sparse_prefill"): {"flashmla", "triton", "tilelang"},
+        ("nvidia", "indexer.logits"): {"deep_gemm", "triton", "tilelang"},
         ("nvidia", "indexer.select"): {"flashinfer", "triton"},
-        ("nvidia", "hyper_connection.read"): {"flashinfer", "triton"},
-        ("nvidia", "gemm.linear"): {"deep_gemm", "triton"},
+        ("nvidia", "hyper_connection.read"): {"flashinfer", "triton", "tilelang"},
+        ("nvidia", "gemm.linear"): {"deep_gemm", "triton", "tilelang"},
         ("nvidia", "moe.experts"): {
             "triton_kernels", "humming", "deep_gemm", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_trtllm",
             "marlin", "triton",

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halocline.backends_hip.fp8_matrix import Fp8Matrix, multiply, prepare_matrix
+from halocline.backends_triton.fp8_matrix import Fp8Matrix, multiply, prepare_matrix
 from halocline.hal.formats import Weight
 from halocline.hal.op import implements
 from halocline.hal.ops.gemm import PreparedWeight, linear, prepare_linear
