@@ -18,6 +18,7 @@ _MIB = 2**20
 
 
 def serve(
+    ctx: typer.Context,
     model: options.Model,
     host: Annotated[
         str, typer.Option(help="Address to listen on; this machine alone unless told otherwise.")
@@ -78,7 +79,7 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         max_requests=max_calls,
         max_body_bytes=max_body_mib * _MIB,
-        settings=_settings({"host": host, "port": port, "max_calls": max_calls, "max_body_mib": max_body_mib, **given}),
+        settings=_settings(ctx),
     )
     return run_server(ProcessEngine(launch), config, Bind(host=host, port=port))
 
@@ -99,15 +100,20 @@ def _read_keys(path: Path | None) -> tuple[str, ...]:
     return keys
 
 
-def _settings(flags: dict[str, Any]) -> tuple[dict[str, str], ...]:
-    """Flags and variables with their sources, for /server_info."""
-    rows = [
-        {"setting": f"--{name.replace('_', '-')}", "value": str(value), "source": "flag or default"}
-        for name, value in flags.items()
-    ]
-    rows += [
-        {"setting": row.variable, "value": row.value, "source": row.source}
-        for row in process_settings().rows()
-        if row.value
-    ]
+def _settings(ctx: typer.Context) -> tuple[dict[str, str], ...]:
+    """Flags and variables with their sources, for /server_info. Of a path, the last part: clients may read this."""
+    rows = []
+    for name, value in sorted(ctx.params.items()):
+        if value is None or value == []:
+            continue
+        source = ctx.get_parameter_source(name)
+        shown = value.name if isinstance(value, Path) else value
+        given = source is not None and source.name == "COMMANDLINE"
+        flag = "kernel" if name == "kernels" else name.replace("_", "-")
+        rows.append({"setting": f"--{flag}", "value": str(shown), "source": "flag" if given else "default"})
+    settings = process_settings().rows()
+    for row in settings:
+        if row.value:
+            shown = Path(row.value).name if row.value.startswith("/") else row.value
+            rows.append({"setting": row.variable, "value": shown, "source": row.source})
     return tuple(rows)

@@ -176,7 +176,9 @@ def test_the_facts_of_the_engine(served: Served) -> None:
     assert {row["chosen"] for row in info["kernels"]} == {"reference"}
     assert len(info["kernels"]) > 15
     assert info["memory"]["total_bytes"] == get(served, "/stats")[1]["engine"]["cache_bytes"] <= 600 * 2**20
-    assert {"setting": "--port", "value": "0", "source": "flag or default"} in info["settings"]
+    assert {"setting": "--port", "value": "0", "source": "flag"} in info["settings"]
+    assert {"setting": "--host", "value": "127.0.0.1", "source": "default"} in info["settings"]
+    assert not [row for row in info["settings"] if "/" in row["value"]], "no path of this machine"
 
 
 @pytest.mark.slow
