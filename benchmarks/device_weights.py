@@ -48,7 +48,9 @@ class DeviceWeights:
             scores = torch.rand((tokens, self._num_experts), generator=generator, device=self._device)
             return scores.topk(chosen, dim=1).indices
         values = torch.randn(parameter.shape, generator=generator, device=self._device)
-        if name.endswith("norm.weight"):
+        if name.endswith("gate.bias"):
+            values = torch.zeros_like(values)  # a random bias would send every token to the same few experts
+        elif name.endswith("norm.weight"):
             values = 1.0 + 0.1 * values
         elif len(parameter.shape) == 2 and name != "embed.weight":
             values = values / math.sqrt(parameter.shape[1])
