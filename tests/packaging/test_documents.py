@@ -12,11 +12,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     ROOT / name
-    for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/adr/0001-folders-and-import-package.md")
+    for name in (
+        "README.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        "docs/adr/0001-folders-and-import-package.md",
+        "docs/install.md",
+        "docs/release.md",
+        "docs/adr/0010-images-and-package-sets.md",
+        "docker/README.md",
+    )
 ]
 CODE_FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 # `folder/file.py`, `folder/sub` and the like; a name with a placeholder (<family>) or a brace is a pattern, no path.
-PATH = re.compile(rf"`((?:{'|'.join([*CODE_FOLDERS, 'tests', 'docs', 'constraints'])})/[\w./-]+)`")
+PATH = re.compile(rf"`((?:{'|'.join([*CODE_FOLDERS, 'tests', 'docs', 'docker', 'constraints'])})/[\w./-]+)`")
 LINK = re.compile(r"\]\(([^)#]+)\)")
 
 
@@ -46,6 +55,26 @@ def test_commands_of_dev_in_the_documents_exist() -> None:
     named = {
         name for path in DOCUMENTS for name in re.findall(r"\./dev (?:--torch-index URL )?([a-z]+)", path.read_text())
     }
+    assert named - known == set()
+
+
+def test_commands_of_halocline_in_the_documents_exist() -> None:
+    from halocline.cli.commands import COMMANDS
+
+    spoken = re.compile(r"(?:^|`)(?:docker run (?:--\S+ )*halocline:\w+|halocline) ([a-z][a-z-]+)", re.MULTILINE)
+    named = {name for path in DOCUMENTS for name in spoken.findall(path.read_text())}
+    assert {"demo", "doctor", "serve", "explain"} <= named
+    assert named - {command.name for command in COMMANDS} == set()
+
+
+def test_variables_in_the_documents_are_settings() -> None:
+    from dataclasses import fields
+
+    from halocline.hal.settings import PREFIX, Settings
+
+    known = {PREFIX + field.name.upper() for field in fields(Settings) if "parse" in field.metadata}
+    named = {name for path in DOCUMENTS for name in re.findall(r"\bHALOCLINE_[A-Z_]*[A-Z]\b", path.read_text())}
+    assert "HALOCLINE_HIP_BACKEND" in named
     assert named - known == set()
 
 
