@@ -87,14 +87,14 @@ def unpack(wheels: Path, site: Path) -> None:
 
 
 def python(arguments: list[str], environment: dict[str, str], log: Path) -> int:
-    """Runs this Python; what it prints goes to a file, and to the screen when it fails."""
-    with log.open("w") as file:
-        command = [sys.executable, *arguments]
+    """Runs this Python; what it prints goes to a file, its complaints beside it, and both to the screen on failure."""
+    errors = log.with_suffix(".log")
+    with log.open("w") as file, errors.open("w") as complaints:
         code = subprocess.run(
-            command, env=environment, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, check=False
+            [sys.executable, *arguments], env=environment, cwd=ROOT, stdout=file, stderr=complaints, check=False
         ).returncode
     if code != 0:
-        print(f"{' '.join(arguments[:3])} ended with {code}:\n{log.read_text()[-4000:]}")
+        print(f"{' '.join(arguments[:3])} ended with {code}:\n{log.read_text()[-4000:]}\n{errors.read_text()[-2000:]}")
     return code
 
 

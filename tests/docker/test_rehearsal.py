@@ -8,6 +8,7 @@ import sys
 import zipfile
 from importlib.metadata import Distribution, distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -16,6 +17,12 @@ from rehearse import ignored, read_ignore
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORTED = frozenset(sys_tags())
+
+
+def as_root(test: Any) -> Any:
+    """Marks a test that mounts; slow as well, so that `./dev check` skips nothing for people who are not root."""
+    needs = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for chroot and overlay mounts")
+    return pytest.mark.slow(needs(test))
 
 
 def _needed(roots: list[str]) -> list[Distribution]:
@@ -46,9 +53,8 @@ def _pack(here: Distribution, folder: Path) -> None:
                 wheel.write(path, str(file))
 
 
-@pytest.mark.slow
+@as_root
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for chroot and overlay mounts")
 def test_the_steps_of_the_cpu_image_end_in_a_demo_that_passes(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -63,7 +69,7 @@ def test_the_steps_of_the_cpu_image_end_in_a_demo_that_passes(tmp_path: Path) ->
     assert "rehearse: demo ended with 0" in done.stdout
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for chroot and overlay mounts")
+@as_root
 def test_a_step_that_fails_stops_the_build_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "docker").mkdir()
     dockerfile = tmp_path / "docker" / "bad.Dockerfile"
@@ -75,7 +81,7 @@ def test_a_step_that_fails_stops_the_build_and_is_named(tmp_path: Path) -> None:
     assert not Path("/planted").exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for chroot and overlay mounts")
+@as_root
 def test_instructions_do_what_docker_does(tmp_path: Path) -> None:
     """Stages, arguments, variables, users, folders and copies, seen from inside."""
     (tmp_path / "docker").mkdir()
