@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import packages
 import pytest
 import rows
 import yaml
@@ -156,3 +157,26 @@ def test_runners_are_named_in_one_variable() -> None:
     assert rows.present("") == []
     with pytest.raises(SystemExit, match="no row is called gfx90a"):
         rows.present("gfx90a")
+
+
+# ---- a machine without a network --------------------------------------------------------------------------------
+
+
+def test_wheels_are_unpacked_beside_this_python_without_their_dependencies(tmp_path: Path) -> None:
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    packages.stand_in(wheels, "kernels", "1.0")
+    (site / "stale").mkdir(parents=True)
+    rows.unpack(wheels, site)
+    assert [path.name for path in site.iterdir()] == ["kernels-1.0.dist-info"]
+
+
+def test_what_a_part_prints_is_kept_apart_from_its_complaints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "import sys; print('{}'); sys.stderr.write('a warning')"
+    assert rows.python(["-c", code], {}, tmp_path / "parity.json") == 0
+    assert (tmp_path / "parity.json").read_text() == "{}\n"
+    assert (tmp_path / "parity.log").read_text() == "a warning"
+    assert rows.python(["-c", "raise SystemExit(3)"], {}, tmp_path / "tests.txt") == 3
+    assert "ended with 3" in capsys.readouterr().out
