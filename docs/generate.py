@@ -2,6 +2,7 @@
 
 - `docs/ops.md`: every contract with its specification, tolerances and invariants.
 - The support matrix in `README.md`, between its two marks.
+- The tables of `docs/amd.md`, between its two marks.
 
 Only `halocline.hal` and the manifests are read, which import no kernel library. `--check` compares and writes nothing.
 """
@@ -14,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from amd_tables import amd_tables
+
 from halocline.hal.backend import load_manifests, specs_of
 from halocline.hal.op import KernelSpec, Op
 from halocline.hal.ops import all_ops
@@ -23,6 +26,7 @@ from halocline.hal.stages import REFERENCE, rank_on, status_on
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = {"cpu": "CPU", "sm_90": "H200 (sm_90)", "gfx942": "MI300X (gfx942)", "gfx950": "MI355X (gfx950)"}
 BEGIN, END = "<!-- matrix: begin, written by ./dev docs -->", "<!-- matrix: end -->"
+AMD_BEGIN, AMD_END = "<!-- amd: begin, written by ./dev docs -->", "<!-- amd: end -->"
 MARKS = {"run": "", "not_run": " (not run)", "planned": " (planned)"}
 GENERATED = "<!-- Written by ./dev docs from the contracts in hal/ops. Edit those. -->"
 
@@ -32,8 +36,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev docs", description="Write the generated parts of the documentation.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 when something is out of date")
     check = parser.parse_args().check
-    readme = ROOT / "README.md"
-    texts = {ROOT / "docs" / "ops.md": ops_document(), readme: with_matrix(readme.read_text(), matrix())}
+    readme, amd = ROOT / "README.md", ROOT / "docs" / "amd.md"
+    texts = {
+        ROOT / "docs" / "ops.md": ops_document(),
+        readme: between(readme, (BEGIN, END), matrix()),
+        amd: between(amd, (AMD_BEGIN, AMD_END), amd_tables()),
+    }
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"docs: {path.relative_to(ROOT)} {'is out of date; run ./dev docs' if check else 'written'}")
@@ -66,13 +74,14 @@ def _cell(specs: list[KernelSpec], arch: str) -> str:
     return f"{best.name}{MARKS[status_on(best, arch)]}"
 
 
-def with_matrix(readme: str, table: str) -> str:
-    """README.md with the part between the two marks replaced."""
-    head, _, rest = readme.partition(BEGIN)
-    _, found, tail = rest.partition(END)
+def between(document: Path, marks: tuple[str, str], generated: str) -> str:
+    """A document with the part between two marks replaced."""
+    begin, end = marks
+    head, _, rest = document.read_text().partition(begin)
+    _, found, tail = rest.partition(end)
     if not found:
-        sys.exit(f"docs: README.md lacks the marks {BEGIN!r} and {END!r}")
-    return f"{head}{BEGIN}\n\n{table}\n\n{END}{tail}"
+        sys.exit(f"docs: {document.name} lacks the marks {begin!r} and {end!r}")
+    return f"{head}{begin}\n\n{generated}\n\n{end}{tail}"
 
 
 # ---- the contracts ----------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def test_the_variable_for_amd_says_when_it_has_no_effect() -> None:
             "attention.*=aiter cannot be honoured for 'attention",
         ),
         (
-            ("explain", "--device", "sm_90", "--kernel", "attention.sparse_decode=tilelang"),
+            ("explain", "--device", "sm_90", "--kernel", "attention.sparse_decode=aiter"),
             {},
             "serves amd, the device is nvidia",
         ),
