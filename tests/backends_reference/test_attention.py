@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable
 from typing import Any
@@ -177,10 +178,10 @@ class TestQueries:
     def test_adjacent_lanes_form_a_pair(self, make_plan: Any, make_rope: Any) -> None:
         """Two pairs of different speed: half-split pairing would mix them."""
         rope = make_rope([0.1, 0.7])
-        q_THD = torch.tensor([[[1.0, 0.0, 0.0, 1.0]]])
+        q_THD = torch.tensor([[[1.0, 2.0, 3.0, 5.0]]])
         found = prepare_query_reference(make_plan([[3]]), q_THD, rope, eps=0.0)[0, 0]
-        size = math.sqrt(2)
-        expected = [math.cos(0.3) * size, math.sin(0.3) * size, -math.sin(2.1) * size, math.cos(2.1) * size]
+        turned = [complex(1, 2) * cmath.exp(0.3j), complex(3, 5) * cmath.exp(2.1j)]
+        expected = [part / math.sqrt(39 / 4) for pair in turned for part in (pair.real, pair.imag)]
         assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
     def test_a_table_wider_than_a_head_is_refused(self, make_plan: Any, make_rope: Any) -> None:

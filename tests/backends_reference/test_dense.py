@@ -56,11 +56,12 @@ class TestProducts:
     def test_inputs_are_rounded_in_groups_of_128(self) -> None:
         """2**-12 is far below the step of a group that holds 448, and a code in a group of its own."""
         x = torch.zeros(1, 300)
-        x[0, 0], x[0, 1] = 448.0, 2.0**-12
+        x[0, 0], x[0, 1], x[0, 127] = 448.0, 2.0**-12, 2.0**-12
         x[0, 128] = 2.0**-12
         x[0, 256], x[0, 257] = 448.0 * 2.0**-9, 2.0**-12
         rounded = round_activation(x)
-        assert rounded[0, [0, 1, 128, 256, 257]].tolist() == [448.0, 0.0, 2.0**-12, 0.875, 2.0**-12]
+        assert rounded[0, [0, 1, 127]].tolist() == [448.0, 0.0, 0.0]
+        assert rounded[0, [128, 256, 257]].tolist() == [2.0**-12, 0.875, 2.0**-12]
 
     def test_a_plain_weight_never_rounds_its_input(self) -> None:
         weight = Weight(data=torch.ones(1, 2), format=WeightFormat.FLOAT32, shape=(1, 2))
