@@ -120,7 +120,8 @@ def _portable(specs: Iterable[KernelSpec]) -> list[str]:
     table = []
     for op, kernels in OP_KERNELS.items():
         if not kernels:
-            table.append([f"`{op}`", "torch", "-", *("-" for _ in ARCHS), "not run", "not run"])
+            run = "run" if "run" in {_on_nvidia(specs, op, name) for name in ("torch", "nccl")} else "not run"
+            table.append([f"`{op}`", "torch alone", "-", *("-" for _ in ARCHS), run, "not run"])
             continue
         counts = [sum(row["arch"] == arch and row["kernel"] in kernels for row in rows) for arch in ARCHS]
         table.append(
@@ -128,7 +129,7 @@ def _portable(specs: Iterable[KernelSpec]) -> list[str]:
                 f"`{op}`",
                 ", ".join(kernels),
                 "interpreted" if interpreted.issuperset(kernels) else "not run",
-                *(f"compiled, {count} configurations" for count in counts),
+                *(f"compiled ({count})" for count in counts),
                 _on_nvidia(specs, op, "triton"),
                 "not run",
             ]

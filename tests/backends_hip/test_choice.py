@@ -91,7 +91,7 @@ def is_refused(arch: str, spec: KernelSpec) -> bool:
 
 NEVER = {("moe.experts", "aiter")}  # it weighs after the down product, and takes no MXFP4
 ON_GFX942 = {
-    ("attention.sparse_decode", "aiter"), ("attention.sparse_prefill", "aiter"), ("indexer.logits", "aiter"),
+    ("attention.sparse_decode", "aiter"), ("indexer.logits", "aiter"),
     ("hyper_connection.read", "tilelang"), ("hyper_connection.write", "tilelang"),
 }  # fmt: skip
 
