@@ -51,6 +51,7 @@ def serve(
     The first SIGTERM or Ctrl-C lets what runs come to its end, the second stops it. See docs/serving.md.
     """
     given: dict[str, Any] = {
+        "model": str(model),
         "effort": effort,
         "max_requests": max_requests,
         "max_step_tokens": max_step_tokens,
@@ -61,21 +62,19 @@ def serve(
         "memory_fraction": memory_fraction,
         "cache_bytes": cache_bytes,
     }
-    given = {key: value for key, value in given.items() if value is not None}
-    keys = _read_keys(api_key_file)
     from halocline.serving.engine_process import EngineLaunch, ProcessEngine
     from halocline.serving.server import Bind, run_server
     from halocline.serving.state import ServerConfig
 
     launch = EngineLaunch(
         factory="halocline.serving.engine_factory:load_engine",
-        arguments={"model": str(model), **given},
+        arguments={key: value for key, value in given.items() if value is not None},
         verbosity=verbosity(),
     )
     config = ServerConfig(
         name=name,
         aliases=tuple(alias or ()),
-        api_keys=keys,
+        api_keys=_read_keys(api_key_file),
         cors_origins=tuple(cors_origin or ()),
         max_requests=max_calls,
         max_body_bytes=max_body_mib * _MIB,

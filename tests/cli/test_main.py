@@ -85,7 +85,7 @@ def test_module_and_console_script_are_the_same_program() -> None:
 
 
 def test_unknown_command_names_the_nearest_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("enc") == 2
+    assert run("envv") == 2
     assert "Did you mean 'env'?" in capsys.readouterr().err
 
 
