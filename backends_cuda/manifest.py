@@ -244,7 +244,7 @@ _DENSE = (
     ),
     _row("collective.all_gather", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
     _row("collective.all_reduce", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
-    _triton("sampling.sample", status="not_run"),
+    _triton("sampling.sample"),
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Writes the generated parts of the documentation from the contracts and manifests: `./dev docs [--check]`.
 
 - `docs/ops.md`: every contract with its specification, tolerances and invariants.
+- `docs/api.md`: every field of the HTTP protocols, honoured or refused.
 - The support matrix in `README.md`, between its two marks.
 - The tables of `docs/amd.md`, between its two marks.
 
@@ -22,6 +23,7 @@ from halocline.hal.op import KernelSpec, Op
 from halocline.hal.ops import all_ops
 from halocline.hal.profiles import PROFILES
 from halocline.hal.stages import REFERENCE, rank_on, status_on
+from halocline.serving.api_document import api_document
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = {"cpu": "CPU", "sm_90": "H200 (sm_90)", "gfx942": "MI300X (gfx942)", "gfx950": "MI355X (gfx950)"}
@@ -39,6 +41,7 @@ def main() -> int:
     readme, amd = ROOT / "README.md", ROOT / "docs" / "amd.md"
     texts = {
         ROOT / "docs" / "ops.md": ops_document(),
+        ROOT / "docs" / "api.md": api_document(),
         readme: between(readme, (BEGIN, END), matrix()),
         amd: between(amd, (AMD_BEGIN, AMD_END), amd_tables()),
     }
