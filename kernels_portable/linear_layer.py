@@ -18,7 +18,7 @@ from halocline.kernels_portable.inverse_rope import rotate_back, rotate_back_and
 from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.target import Target
 
-__all__ = ["StoredMatrices", "float_scales", "multiply", "project_outputs", "scales_of_groups"]
+__all__ = ["StoredMatrices", "multiply", "project_outputs", "scales_of_groups"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,13 +46,6 @@ class StoredMatrices:
             raise ValueError(f"a matrix in {self.format} {'lacks' if self.scale is None else 'has'} scales")
         if self.format == "fp4" and self.data.shape[0] != 1:
             raise ValueError(f"{self.data.shape[0]} groups of FP4 matrices: only one is supported")
-
-
-def float_scales(scale: Tensor) -> Tensor:
-    """float32 block scales of float32 ones or of UE8M0 bytes (uint8 or float8_e8m0fnu)."""
-    if scale.dtype == torch.float32:
-        return scale.contiguous()
-    return torch.exp2(scale.contiguous().view(torch.uint8).float() - 127)
 
 
 def scales_of_groups(scale_BC: Tensor, *, num_groups: int, rows: int) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from isa import IsaRules
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -20,7 +21,6 @@ from halocline.kernels_portable.expert_layer import ExpertMatrices, run_experts
 from halocline.kernels_portable.index_logits import index_logits, logit_tiles
 from halocline.kernels_portable.index_query import prepare_index_query
 from halocline.kernels_portable.index_select import select_entries
-from halocline.kernels_portable.isa import IsaRules
 from halocline.kernels_portable.linear_layer import StoredMatrices, multiply, project_outputs
 from halocline.kernels_portable.quantize_activation import round_activation
 from halocline.kernels_portable.query_norm_rope import query_norm_rope
@@ -269,10 +269,13 @@ def _matrices(arch: Arch, kind: str, n: int, k: int, groups: int = 1) -> StoredM
     return StoredMatrices(format="fp8", data=codes, scale=scale, fp8_dialect=arch.dialect)
 
 
-def _linear(arch: Arch, kind: str, rows: int, rounds: bool, dtype: torch.dtype) -> None:
-    weight = _matrices(arch, kind, 4096, 4096)
-    options: dict[str, Any] = dict(target=arch.target, batch_invariant=False)
-    multiply(empty(rows, 4096, dtype=dtype), weight, rounds_input=rounds, out_dtype=dtype, **options)
+def _linear(
+    arch: Arch, kind: str, rows: int, rounds: bool, dtype: torch.dtype, out_dtype: torch.dtype | None = None
+) -> None:
+    multiply(
+        empty(rows, 4096, dtype=dtype), _matrices(arch, kind, 4096, 4096), rounds_input=rounds,
+        out_dtype=out_dtype or dtype, target=arch.target, batch_invariant=False,
+    )  # fmt: skip
 
 
 def _output(arch: Arch, kind: str, rounds: bool) -> None:
@@ -320,6 +323,7 @@ for _dtype in (BF16, F32):
 for _m in (1, 32, 128, 8192):
     case(f"linear-fp8-m{_m}", _linear, "fp8", _m, True, BF16)
     case(f"linear-bfloat16-m{_m}", _linear, "bfloat16", _m, False, BF16)
+case("linear-fp8-float32-result", _linear, "fp8", 32, True, BF16, F32)
 case("linear-fp8-plain-input", _linear, "fp8", 32, False, BF16)
 case("linear-float32", _linear, "float32", 16, False, F32)
 case("linear-fp8-float32-input", _linear, "fp8", 16, False, F32)

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from aot_cases import ARCHS, Arch, Case
+from isa import faults, read_isa, read_resource_usage
 
 from halocline.kernels_portable.aot import Launch, compile_launch, recorded_launches
-from halocline.kernels_portable.isa import faults, read_isa, read_resource_usage
 
 REPORT = Path(__file__).with_name("isa_report.json")
 COLUMNS = ("kernel", "arch", "config", "vgpr", "agpr", "sgpr", "vgpr_spills", "scratch", "lds", "mfma")
@@ -41,6 +41,8 @@ def config(launch: Launch) -> str:
     constants = [f"{n}={v}" for n, v in launch.arguments.items() if n in names and n not in SIZES]
     tensors = [a.dtype for a in launch.arguments.values() if hasattr(a, "dtype")]
     kinds = sorted({str(kind).removeprefix("torch.") for kind in tensors if kind.is_floating_point})
+    out = launch.arguments.get("out_ptr")
+    kinds += [f"out={str(out.dtype).removeprefix('torch.')}"] if out is not None else []
     options = [f"{name}={value}" for name, value in launch.options.items()]
     return " ".join([*kinds, *constants, *options])
 

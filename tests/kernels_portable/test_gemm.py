@@ -17,7 +17,6 @@ from halocline.kernels_portable.gemm_tiles import GemmTiles, gemm_tiles
 from halocline.kernels_portable.inverse_rope import rotate_back, rotate_back_and_quantize
 from halocline.kernels_portable.linear_layer import (
     StoredMatrices,
-    float_scales,
     multiply,
     project_outputs,
     scales_of_groups,
@@ -239,13 +238,6 @@ def test_linear_layers_round_only_what_fp8_multiplies(rounds: bool) -> None:
     torch.testing.assert_close(
         plain.double(), x.double() @ values[0].T, rtol=1e-5, atol=float(expected.abs().max()) * 1e-5
     )
-
-
-def test_scales_of_checkpoints_become_float32() -> None:
-    stored = torch.tensor([[1, 127, 130]], dtype=torch.uint8)
-    assert float_scales(stored).tolist() == [[2.0**-126, 1.0, 8.0]]
-    assert float_scales(stored.view(torch.float8_e8m0fnu)).tolist() == [[2.0**-126, 1.0, 8.0]]
-    assert float_scales(torch.tensor([[0.3]])).tolist() == torch.tensor([[0.3]]).tolist()
 
 
 @pytest.mark.parametrize("rounds", [False, True])
