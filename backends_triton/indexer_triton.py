@@ -53,7 +53,7 @@ def prepare_query_triton(
     return IndexQuery(
         *prepare_index_query(
             q_THI,
-            weights_TH,
+            weights_TH if weights_TH.stride(1) == 1 else weights_TH.contiguous(),
             plan.batch.positions_T,
             rope.cos_sin_PR,
             rounding=rounding,
