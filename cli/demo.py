@@ -1,4 +1,8 @@
-"""``halocline demo``: the whole path on a small random model, on the CPU, checked against known answers."""
+"""``halocline demo``: the whole path on the CPU, checked against known answers.
+
+First the graded model, where it is installed: its answers make sense and are marked. Then a tiny random model, which is
+written on the spot: its answers make none, but every token is known.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,15 @@ from halocline.hal.errors import MachineError, lines
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from halocline.engine.evaluation import Mark
     from halocline.engine.llm import LLM
+    from halocline.hal.settings import Settings
     from halocline.hal.table import KernelTable
 
-__all__ = ["GOLDEN_IDS", "LEAST_MARGIN", "PROMPT", "SEED", "check_ids", "demo"]
+__all__ = ["EXERCISES", "GOLDEN_IDS", "LEAST_MARGIN", "PROMPT", "SEED", "check_answers", "check_ids", "demo"]
+
+# One exercise of a kind, by its name in the suite `quick`.
+EXERCISES = {"a sum": "sums-2", "a look-up": "lookup-2000-0", "a chat turn": "chat-3", "a tool call": "tools-1"}
 
 PROMPT = (
     "Two waters meet at the halocline: fresh above, salt below. One model on the hardware of two vendors, and the same "
@@ -35,26 +44,94 @@ GOLDEN_IDS = (
 
 
 def demo(
-    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the model here and leave it.")] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the tiny model here and leave it.")] = None,
 ) -> None:
-    """Build a tiny random DeepSeek-V4, load it, generate, and check the tokens.
+    """Let the graded model answer four questions, then check a tiny random model token by token.
 
-    The model has every kind of layer and the release's number formats; it runs in the float32 recipe on the reference
-    kernels. Its answers make no sense, but they are known: a wrong token ends with status 1.
+    Both go the whole way from a checkpoint in the release's number formats to text, on the reference kernels. A wrong
+    answer or token ends with status 1.
     """
     start = time.monotonic()
+    _ask_graded_model()
     with TemporaryDirectory(prefix="halocline-demo-") as temporary:
-        _run(keep or Path(temporary) / "model")
+        _run_tiny_model(keep or Path(temporary) / "model")
     typer.echo(f"done in {time.monotonic() - start:.1f} s")
 
 
-def _run(folder: Path) -> None:
+def _ask_graded_model() -> None:
+    from halocline.engine.evaluation import evaluate
+    from halocline.engine.graded_model import find_graded_model, suite_file
+    from halocline.engine.grading import MAX_NEW_TOKENS, load_suite
+    from halocline.engine.llm import LLM
+
+    folder = find_graded_model()
+    if folder is None:
+        typer.echo("model: the graded one is not installed (the wheel does not carry it); a tiny random one has to do")
+        return
+    by_name = {exercise.name: exercise for exercise in load_suite(suite_file(folder, "quick"))}
+    exercises = [by_name[name] for name in EXERCISES.values()]
+    longest = max(exercise.prompt_tokens for exercise in exercises) + MAX_NEW_TOKENS
+    with LLM(folder, max_requests=len(exercises), max_positions=longest, settings=_on_cpu()) as llm:
+        typer.echo(f"model: the graded one, {folder}, recipe {llm.recipe.name}")
+        typer.echo(f"kernels {llm.kernels.digest} on {llm.kernels.device}")
+        marks = evaluate(llm, exercises, progress=False).marks
+    for what, mark in zip(EXERCISES, marks, strict=True):
+        typer.echo(f"{what}: {_question(mark)} -> {_answer(mark)}: {'right' if mark.is_right else 'WRONG'}")
+    check_answers(marks)
+    typer.echo(f"proven: {len(marks)} of {len(marks)} answers of a trained model in the release's formats are right")
+
+
+def _question(mark: Mark) -> str:
+    """The last sentence that the user said, and how much came before it."""
+    exercise = mark.exercise
+    asked: str = next(m["content"] for m in reversed(exercise.messages) if m["role"] == "user")
+    last = asked.rstrip(".?").rpartition(". ")[2]
+    before = f"after {exercise.prompt_tokens:,} tokens: " if len(last) + 1 < len(asked) else ""
+    return before + last + asked[len(asked.rstrip(".?")) :]
+
+
+def _answer(mark: Mark) -> str:
+    """The answer without its reasoning; tool calls as functions."""
+    from halocline.engine.grading import parse_output
+
+    answer = parse_output(mark.output, thinking=mark.exercise.thinking)
+    calls = [
+        f"{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})" for call in answer.calls or ()
+    ]
+    return " ".join([answer.content.strip(), *calls]).strip()
+
+
+def check_answers(marks: Sequence[Mark]) -> None:
+    """Accepts right answers only.
+
+    Raises:
+        MachineError: If one is wrong, with what was expected.
+    """
+    wrong = [mark for mark in marks if not mark.is_right]
+    if wrong:
+        raise MachineError(
+            lines(
+                f"the graded model answers {len(wrong)} of {len(marks)} exercises wrong",
+                exercise=wrong[0].exercise.name,
+                expected=repr(wrong[0].exercise.target),
+                found=repr(wrong[0].output),
+                try_="halocline eval --suite quick, and ./dev test tests/models to find the layer",
+            )
+        )
+
+
+def _on_cpu() -> Settings:
     from dataclasses import replace
 
+    from halocline.hal.settings import process_settings
+
+    return replace(process_settings(), device="cpu")
+
+
+def _run_tiny_model(folder: Path) -> None:
     from halocline.cli.stream_printer import visible
     from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
-    from halocline.hal.settings import process_settings
     from halocline.models.checkpoint import Checkpoint
     from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
     from halocline.models.deepseek_v4.presets import preset
@@ -63,8 +140,7 @@ def _run(folder: Path) -> None:
     checkpoint = Checkpoint.open(folder)
     formats = ", ".join(f"{count} {name}" for name, count in sorted(checkpoint.formats.items()))
     typer.echo(f"model: tiny, seed {SEED}, {checkpoint.nbytes:,} bytes; matrices: {formats}")
-    settings = replace(process_settings(), device="cpu")
-    with LLM(folder, recipe="float32", max_requests=2, cache_bytes=2**26, settings=settings) as llm:
+    with LLM(folder, recipe="float32", max_requests=2, cache_bytes=2**26, settings=_on_cpu()) as llm:
         _print_kernels(llm.kernels)
         params = SamplingParams(temperature=0, max_tokens=len(GOLDEN_IDS), logprobs=2)
         output = llm.generate(PROMPT, params)[0].outputs[0]

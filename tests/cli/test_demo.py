@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from halocline.cli import demo
+from halocline.engine.evaluation import Mark
+from halocline.engine.graded_model import graded_model, suite_file
+from halocline.engine.grading import load_suite
 from halocline.engine.tokenizer import Tokenizer
 from halocline.hal.errors import MachineError
 from halocline.hal.formats import Weight
@@ -37,14 +40,55 @@ def test_golden_tokens_are_those_of_transformers(tmp_path):
     assert (best.values[:, 0] - best.values[:, 1]).min().item() > demo.LEAST_MARGIN
 
 
-def test_the_demo_prints_kernels_tokens_and_what_was_proven(halocline, capsys):
+@pytest.fixture
+def bare_wheel(monkeypatch):
+    """Halocline without the graded model, as the wheel installs it."""
+    monkeypatch.setattr("halocline.engine.graded_model._places", tuple)
+
+
+@pytest.mark.slow
+def test_the_graded_model_answers_each_kind_of_question(halocline, capsys):
+    assert halocline("demo") == 0
+    out = capsys.readouterr().out.splitlines()
+    answers = [line for line in out if line.startswith(tuple(f"{what}: " for what in demo.EXERCISES))]
+    assert [line.rpartition(": ")[2] for line in answers] == ["right"] * 4
+    assert "746 + 919? -> 1665:" in answers[0]
+    tokens_before = int(answers[1].split("after ")[1].split()[0].replace(",", ""))
+    assert tokens_before >= 2000
+    assert "find_thing(" in answers[3]
+    assert sum(line.startswith("proven: ") for line in out) == 2
+    assert sum(line.startswith("kernels ") for line in out) == 2
+
+
+@pytest.fixture
+def graded_marks():
+    suite = {one.name: one for one in load_suite(suite_file(graded_model(), "quick"))}
+    return (
+        Mark(exercise=suite["sums-0"], output="107", is_right=True),
+        Mark(exercise=suite["sums-1"], output="15", is_right=False),
+    )
+
+
+def test_a_wrong_answer_is_named(graded_marks):
+    right, wrong = graded_marks
+    demo.check_answers([right])
+    with pytest.raises(MachineError, match="1 of 2 exercises wrong") as error:
+        demo.check_answers([right, wrong])
+    assert "sums-1" in str(error.value)
+    assert "found     '15'" in str(error.value)
+
+
+@pytest.mark.usefixtures("bare_wheel")
+def test_a_bare_wheel_says_that_it_has_no_graded_model_and_runs_the_tiny_one(halocline, capsys):
     assert halocline("demo") == 0
     out = capsys.readouterr().out
+    assert "the graded one is not installed" in out.splitlines()[0]
     assert ["attention.sparse_decode", "reference", "device"] in [line.split() for line in out.splitlines()]
     assert "ids: " + " ".join(map(str, demo.GOLDEN_IDS)) in out
     assert out.count("\nproven: ") == 1
 
 
+@pytest.mark.usefixtures("bare_wheel")
 def test_the_model_can_be_kept(halocline, tmp_path, capsys):
     assert halocline("demo", "--keep", tmp_path / "model") == 0
     assert Checkpoint.open(tmp_path / "model").nbytes > 0
@@ -71,8 +115,8 @@ def test_a_close_call_is_refused_even_if_it_went_well():
     assert demo.check_ids(demo.GOLDEN_IDS, CLEAR) == pytest.approx(2.9)
 
 
-def test_a_wrong_kernel_is_caught(halocline, capsys, monkeypatch):
-    """A sampler that takes the runner-up once must not pass for right."""
+def test_a_wrong_kernel_is_caught(halocline, capsys, monkeypatch, bare_wheel):
+    """A sampler that takes the runner-up must not pass for right."""
     from halocline.backends_reference import sampling
 
     original = sampling._first_largest
