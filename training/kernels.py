@@ -35,7 +35,20 @@ from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.ops.moe import PreparedExperts, Routing
 from halocline.hal.ops.rope import RopeTable
 
-__all__ = ["Recorder", "row_plan", "training_kernels"]
+__all__ = ["Observations", "Recorder", "row_plan", "training_kernels"]
+
+
+@dataclass(eq=False, kw_only=True)
+class Observations:
+    """What a pass without gradients saw, one tensor for each layer in order, draft layers last.
+
+    Attributes:
+        log_sums: float32 (B * T, H) log-sum-exp of the attention scores without the sink.
+        router_inputs: float32 (B * T, D) inputs of the routed experts.
+    """
+
+    log_sums: list[Tensor] = field(default_factory=list)
+    router_inputs: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -47,12 +60,14 @@ class Recorder:
         sampled_T: Positions whose index scores are trained in this step.
         index_losses: One scalar for each ratio-4 layer.
         loads: For each score-routed layer, in order, how often each expert was chosen.
+        seen: Where to leave what each layer sees, or None.
     """
 
     sparse: bool
     sampled_T: Tensor
     index_losses: list[Tensor] = field(default_factory=list)
     loads: list[Tensor] = field(default_factory=list)
+    seen: Observations | None = None
     pending: tuple[IndexQuery, Tensor] | None = None
 
 
@@ -122,7 +137,9 @@ def training_kernels(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         entries_BSD = None if compressed_cache is None else compressed_cache.pages
         mask_TS = None if compressed_rows is None else compressed_rows.slots_TK
         pending, recorder.pending = recorder.pending, None
-        out_BTHD, shares_BTS = _attend(plan, q_THD, window_cache.pages, entries_BSD, mask_TS, sink_H, scale)
+        out_BTHD, shares_BTS = _attend(
+            plan, q_THD, window_cache.pages, entries_BSD, mask_TS, sink_H, scale, recorder.seen
+        )
         if pending is not None:
             recorder.index_losses.append(_index_loss(plan, pending, shares_BTS, recorder.sampled_T))
         return AttentionOutput(out_BTHD.flatten(0, 1), None)
@@ -132,13 +149,18 @@ def training_kernels(recorder: Recorder) -> dict[str, Callable[..., Any]]:
         recorder.loads.append(_loads(routing, logits_TE.shape[1]))
         return routing
 
+    def experts(x_TD: Tensor, routing: Routing, weights: PreparedExperts, *, limit: float) -> Tensor:
+        if recorder.seen is not None:
+            recorder.seen.router_inputs.append(x_TD.detach().float())
+        return _experts(x_TD, routing, weights, limit=limit)
+
     return {
         "attention.sparse_prefill": attend,
         "indexer.logits": logits,
         "indexer.select": select,
         "moe.route_by_score": route_by_score,
         "moe.prepare_experts": _prepare_experts,
-        "moe.experts": _experts,
+        "moe.experts": experts,
         "gemm.prepare_linear": _prepare_linear,
         "compressor.insert": _insert_entries,
         "kv_cache.insert_window": _insert_window,
@@ -252,6 +274,7 @@ def _attend(
     mask_TS: Tensor | None,
     sink_H: Tensor,
     scale: float,
+    seen: Observations | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention in bands of W queries over 2 W window rows, and over entries under a mask.
 
@@ -272,6 +295,8 @@ def _attend(
         far = torch.einsum("bthd,bsd->bths", q_BTHD, entries_BSD) * scale
         far = far.masked_fill(~_by_row(plan, mask_TS)[:, :, None], -torch.inf)
         scores = torch.cat((scores, far), dim=-1)
+    if seen is not None:
+        seen.log_sums.append(scores.detach().logsumexp(-1).flatten(0, 1))
     sinks = sink_H[:, None].expand(num_rows, length, num_heads, 1)
     shares = torch.softmax(torch.cat((scores, sinks), dim=-1), dim=-1)[..., :-1]
     near_shares = pad(shares[..., : 2 * window], (0, 0, 0, 0, 0, short)).unflatten(1, (-1, window))

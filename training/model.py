@@ -18,7 +18,7 @@ from halocline.hal.ops import Ops
 from halocline.models.deepseek_v4.cache import allocate_cache
 from halocline.models.deepseek_v4.model import DeepseekV4Model
 from halocline.models.deepseek_v4.weight_plan import plan_weights
-from halocline.training.kernels import Recorder, row_plan, training_kernels
+from halocline.training.kernels import Observations, Recorder, row_plan, training_kernels
 from halocline.training.parameters import TrainedSource
 
 if TYPE_CHECKING:
@@ -92,7 +92,14 @@ class TrainingForward:
         return replace(base, compute="bfloat16" if self.compute == "bfloat16" else "float32")
 
     def __call__(
-        self, parameters: Mapping[str, Tensor], tokens_BT: Tensor, *, quantized: bool, sparse: bool, sampled_T: Tensor
+        self,
+        parameters: Mapping[str, Tensor],
+        tokens_BT: Tensor,
+        *,
+        quantized: bool,
+        sparse: bool,
+        sampled_T: Tensor,
+        seen: Observations | None = None,
     ) -> ForwardResult:
         """Runs a batch.
 
@@ -102,8 +109,9 @@ class TrainingForward:
             quantized: Round weights, activations and cached rows as the release does.
             sparse: Let queries see the indexer's choice only.
             sampled_T: Positions whose index scores are trained.
+            seen: Where to leave what each layer sees, or None.
         """
-        recorder = Recorder(sparse=sparse, sampled_T=sampled_T)
+        recorder = Recorder(sparse=sparse, sampled_T=sampled_T, seen=seen)
         ops = Ops({**reference_kernels(), **training_kernels(recorder)})
         source = TrainedSource(parameters=parameters, formats=self.formats, quantized=quantized)
         num_rows, length = tokens_BT.shape
