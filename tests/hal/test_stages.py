@@ -188,9 +188,7 @@ def test_mi210_is_not_taken_for_hopper(specs: tuple[KernelSpec, ...]) -> None:
 def test_tilelang_hyper_connections_are_refused_on_the_architecture_where_they_are_wrong(
     specs: tuple[KernelSpec, ...],
 ) -> None:
-    concerned = [
-        s for s in specs if (s.name, s.vendor) == ("tilelang", "amd") and s.op.startswith("hyper_connection.")
-    ]
+    concerned = [s for s in specs if (s.name, s.vendor) == ("tilelang", "amd") and s.op.startswith("hyper_connection.")]
     assert len(concerned) == 2
     for spec in concerned:
         for arch, bad in (("gfx942", True), ("gfx950", False)):
