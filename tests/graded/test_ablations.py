@@ -19,7 +19,7 @@ from teacher import greedy_share, read_answers
 
 from halocline.engine.grading import MAX_NEW_TOKENS, Exercise
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LONGEST = 1300
 LEAST_COST = 0.05

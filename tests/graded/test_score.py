@@ -13,7 +13,7 @@ from halocline.engine.grading import MAX_NEW_TOKENS, Exercise, load_texts
 from halocline.engine.llm import LLM
 from halocline.engine.loading import LoadOptions, prepare_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_the_score_of_the_release(graded: Path, check_suite: list[Exercise]) -> None:
