@@ -10,7 +10,7 @@ import pytest
 from halocline.engine.graded_model import graded_model, suite_file
 from halocline.engine.grading import Exercise, load_suite
 
-sys.path.insert(0, str(Path(__file__).parent))  # planted.py and teacher.py, for the tests beside them
+sys.path.insert(0, str(Path(__file__).parent))  # planted_model.py and teacher.py, for the tests beside them
 
 
 @pytest.fixture(scope="session")

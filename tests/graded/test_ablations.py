@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from planted import (
+from planted_model import (
     Plant,
     empty_compressed_caches,
     planted_model,
