@@ -1,0 +1,80 @@
+"""Groups of processes that exchange tensors, from torch.distributed.
+
+A group of one process needs no library: torch is imported when a group of several is opened. The launcher has
+started torch.distributed before that; which library then moves the bytes follows from the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from halocline.hal.errors import MachineError, lines
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup as Handle
+
+__all__ = ["ALONE", "TorchGroup", "open_group"]
+
+
+@dataclass(frozen=True, eq=False)
+class TorchGroup:
+    """The ranks that take part in an exchange; see `hal.ops.collective.ProcessGroup`.
+
+    Attributes:
+        size: Number of ranks.
+        rank: This process among them, from 0.
+        handle: What torch.distributed knows the group by; `None` for one process.
+    """
+
+    size: int = 1
+    rank: int = 0
+    handle: Handle | None = None
+
+
+ALONE = TorchGroup()
+
+
+def open_group(
+    partition: Sequence[Sequence[int]], *, rank: int, device: str, timeout: timedelta | None = None
+) -> TorchGroup:
+    """Opens every group of a partition of the processes, and gives the one that this process is in.
+
+    All processes call it with the same partition, in the same order among their calls. Nothing is exchanged; some
+    libraries connect at a group's first collective, which therefore must not be inside a graph capture.
+
+    Args:
+        partition: Ranks of each group; every process is in one of them.
+        rank: This process.
+        device: Where the tensors are, in torch's words; decides the library.
+        timeout: After which a collective that others never enter fails; torch's own when left out.
+
+    Returns:
+        The group of `rank`.
+
+    Raises:
+        MachineError: If torch.distributed was not started, or with another number of processes.
+    """
+    mine = next(tuple(ranks) for ranks in partition if rank in ranks)
+    if all(len(ranks) == 1 for ranks in partition):
+        return ALONE
+    import torch
+    import torch.distributed as dist
+
+    world = sum(len(ranks) for ranks in partition)
+    found = dist.get_world_size() if dist.is_initialized() else 0
+    if found != world:
+        raise MachineError(
+            lines(
+                f"{world} processes are to exchange tensors",
+                found=f"a world of {found}" if found else "torch.distributed was not started",
+                try_="start this many processes, by the command's own sizes or by torchrun",
+            )
+        )
+    backend = dist.get_default_backend_for_device(torch.device(device))
+    handles = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
+    handle = next(handle for handle, ranks in zip(handles, partition, strict=True) if rank in ranks)
+    assert isinstance(handle, dist.ProcessGroup)
+    return TorchGroup(len(mine), mine.index(rank), handle)
