@@ -19,10 +19,10 @@ from halocline.hal.process_group import ALONE, open_group
 if TYPE_CHECKING:
     from halocline.hal.ops.collective import ProcessGroup
 
-__all__ = ["SINGLE", "Exchange", "Parallel", "ParallelSizes", "make_parallel"]
+__all__ = ["SINGLE", "AllToAll", "Parallel", "ParallelSizes", "make_parallel"]
 
 # How tokens reach the ranks that hold their experts; the values of the trait `a2a` that we run ourselves.
-Exchange = Literal["none", "all_to_all"]
+AllToAll = Literal["none", "all_to_all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Parallel:
         attention: The `tp` ranks of this copy of the attention.
         data: The ranks with this place in every data-parallel group.
         world: All ranks.
-        exchange: How tokens reach their experts: `none` when every rank sees all tokens and sums are reduced,
+        a2a: How tokens reach their experts: `none` when every rank sees all tokens and sums are reduced,
             `all_to_all` when each token's row is sent to the ranks that need it.
     """
 
@@ -91,13 +91,13 @@ class Parallel:
     attention: ProcessGroup = ALONE
     data: ProcessGroup = ALONE
     world: ProcessGroup = ALONE
-    exchange: Exchange = "none"
+    a2a: AllToAll = "none"
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.sizes.world:
             raise ConfigError(f"rank {self.rank} is not one of {self.sizes.world} ({self.sizes})")
         sizes = self.sizes
-        if self.exchange == "all_to_all" and not (sizes.tp == 1 and sizes.dp == sizes.ep):
+        if self.a2a == "all_to_all" and not (sizes.tp == 1 and sizes.dp == sizes.ep):
             raise ConfigError(
                 lines(
                     "tokens are sent to their experts only where each rank attends to requests of its own",
@@ -141,7 +141,7 @@ def make_parallel(
     rank: int,
     device: str,
     *,
-    exchange: Exchange = "none",
+    a2a: AllToAll = "none",
     timeout: timedelta | None = None,
 ) -> Parallel:
     """Opens the groups of a rank; every rank of the world calls it, with the same sizes.
@@ -150,20 +150,20 @@ def make_parallel(
         sizes: Over how many ranks everything is spread.
         rank: This process, as torch.distributed counts it.
         device: Where the tensors are, in torch's words.
-        exchange: How tokens reach their experts.
+        a2a: How tokens reach their experts.
         timeout: After which a collective that other ranks never enter fails; torch's own when left out.
 
     Raises:
-        ConfigError: If rank or exchange do not go with the sizes.
+        ConfigError: If rank or a2a do not go with the sizes.
         MachineError: If torch.distributed was not started with `sizes.world` processes.
     """
-    Parallel(sizes=sizes, rank=rank, exchange=exchange)  # refused before anything is opened
+    Parallel(sizes=sizes, rank=rank, a2a=a2a)  # refused before anything is opened
     opened = {
         partition: open_group(partition, rank=rank, device=device, timeout=timeout)
         for partition in dict.fromkeys(_partitions(sizes))
     }
     attention, data, world = (opened[partition] for partition in _partitions(sizes))
-    return Parallel(sizes=sizes, rank=rank, attention=attention, data=data, world=world, exchange=exchange)
+    return Parallel(sizes=sizes, rank=rank, attention=attention, data=data, world=world, a2a=a2a)
 
 
 def _partitions(sizes: ParallelSizes) -> tuple[tuple[tuple[int, ...], ...], ...]:
