@@ -87,6 +87,7 @@ def _row(
     jit: bool = False,
     workspace: str = "",
     known_bad: tuple[KnownBad, ...] = (),
+    graph_safe: bool = True,
     status: Status | Mapping[str, Status] = "planned",
 ) -> KernelSpec:
     """One kernel, with the naming rule of these folders; `code` names the wrapper where `library` does not."""
@@ -108,6 +109,7 @@ def _row(
         jit=jit,
         workspace=workspace,
         known_bad=known_bad,
+        graph_safe=graph_safe,
         status=status,
     )
 
@@ -230,6 +232,15 @@ _STREAMS = (
     _triton("norm.rms_norm"),
 )  # fmt: skip
 
+
+def _collective(op: str) -> KernelSpec:
+    """An exchange by torch.distributed, whose library is NCCL."""
+    return _row(
+        f"collective.{op}", "nccl", (), 60, home=_SHARED, code="torch", status="not_run", compute=_ANY,
+        graph_safe=op != "all_to_all",
+    )  # fmt: skip
+
+
 _DENSE = (
     _row(
         "gemm.linear", "deep_gemm", DEEP_GEMM, 60, archs=_HOPPER_UP, weights=_PLAIN_AND_FP8, semantics=_LINEAR,
@@ -242,10 +253,13 @@ _DENSE = (
     _tilelang(
         "gemm.linear", weights=_PLAIN_AND_FP8, semantics=_LINEAR, prepare="gemm_tilelang:prepare_linear_tilelang",
     ),
-    _row("collective.all_gather", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
-    _row("collective.all_reduce", "nccl", (), 60, home=_SHARED, code="torch", compute=_ANY, status="not_run"),
+    *(_collective(op) for op in ("all_gather", "all_reduce", "all_to_all", "broadcast")),
     _triton("sampling.sample"),
 )  # fmt: skip
+
+
+# Rows of hidden states and experts by local number: every token, or those that `collective.all_to_all` brought.
+_TOKENS = ("none", "all_to_all")
 
 
 def _experts(
@@ -272,20 +286,24 @@ _MIXTURE = (
     _triton("moe.route_by_score", semantics={"scoring": ("sqrtsoftplus",)}),
     _triton("moe.swiglu", semantics={"swiglu_clamp": ("gate_above_up_both",)}),
     # bfloat16 between its products flips steps of the rounding to E4M3: norm 0.014 to 0.018, the contract says 0.008.
-    _experts("triton_kernels", TRITON_KERNELS, 70, ("mxfp4",), ("none",), _HOPPER, status=_RUN),
-    _experts("humming", HUMMING, 65, ("mxfp4", "fp8_block"), ("none", "deepep"), _HOPPER),
-    _experts("deep_gemm", DEEP_GEMM, 60, ("fp8_block",), ("none", "deepep")),
+    _experts("triton_kernels", TRITON_KERNELS, 70, ("mxfp4",), _TOKENS, _HOPPER, status=_RUN),
+    _experts("humming", HUMMING, 65, ("mxfp4", "fp8_block"), (*_TOKENS, "deepep"), _HOPPER),
+    _experts("deep_gemm", DEEP_GEMM, 60, ("fp8_block",), (*_TOKENS, "deepep")),
     # Its SM90 extension takes about 45 minutes to build: only where it comes prebuilt, by name.
-    _experts("flashinfer_cutlass", FLASHINFER, 15, ("mxfp4", "fp8_block", "nvfp4", "bfloat16"), ("none", "flashinfer")),
-    _experts("flashinfer_mxfp4", FLASHINFER, 55, ("mxfp4",), ("none", "flashinfer")),
-    _experts("flashinfer_trtllm", FLASHINFER, 75, ("mxfp4", "fp8_block", "nvfp4"), ("none", "flashinfer"), _BLACKWELL),
-    _experts("marlin", SGLANG, 50, ("mxfp4",), ("none",), ("sm_80", "sm_86", "sm_89", "sm_90")),
+    _experts(
+        "flashinfer_cutlass", FLASHINFER, 15, ("mxfp4", "fp8_block", "nvfp4", "bfloat16"), (*_TOKENS, "flashinfer")
+    ),
+    _experts("flashinfer_mxfp4", FLASHINFER, 55, ("mxfp4",), (*_TOKENS, "flashinfer")),
+    _experts(
+        "flashinfer_trtllm", FLASHINFER, 75, ("mxfp4", "fp8_block", "nvfp4"), (*_TOKENS, "flashinfer"), _BLACKWELL
+    ),
+    _experts("marlin", SGLANG, 50, ("mxfp4",), _TOKENS, ("sm_80", "sm_86", "sm_89", "sm_90")),
     _experts(
         "triton",
         TRITON,
         20,
         ("mxfp4", "fp8_block", "nvfp4", "bfloat16"),
-        ("none", "deepep", "flashinfer"),
+        (*_TOKENS, "deepep", "flashinfer"),
         _ALL,
         status=_RUN,
         home=_SHARED,

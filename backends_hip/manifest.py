@@ -86,6 +86,7 @@ def _row(
     prepare: str = "",
     jit: bool = True,
     known_bad: tuple[KnownBad, ...] = (),
+    graph_safe: bool = True,
     status: Status | Mapping[str, Status] = "not_run",
 ) -> KernelSpec:
     """One kernel, with the naming rule of these folders; `code` names the wrapper where `library` does not."""
@@ -105,6 +106,7 @@ def _row(
         rank=rank,
         jit=jit,
         known_bad=known_bad,
+        graph_safe=graph_safe,
         status=status,
     )
 
@@ -232,6 +234,15 @@ _STREAMS = (
     _triton("norm.rms_norm"),
 )
 
+
+def _collective(op: str) -> KernelSpec:
+    """An exchange by torch.distributed, whose library is RCCL."""
+    return _row(
+        f"collective.{op}", "rccl", (), 60, home=_SHARED, code="torch", archs=_CDNA, jit=False, compute=_ANY,
+        graph_safe=op != "all_to_all",
+    )  # fmt: skip
+
+
 _DENSE = (
     _triton(
         "gemm.linear", weights=(*_PLAIN_AND_FP8, "mxfp4", "nvfp4"), semantics=_LINEAR,
@@ -243,10 +254,12 @@ _DENSE = (
     _aiter(
         "gemm.linear", weights=_PLAIN_AND_FP8, semantics=_LINEAR, prepare="gemm_aiter:prepare_linear_aiter",
     ),
-    _row("collective.all_gather", "rccl", (), 60, home=_SHARED, code="torch", archs=_CDNA, compute=_ANY, jit=False),
-    _row("collective.all_reduce", "rccl", (), 60, home=_SHARED, code="torch", archs=_CDNA, compute=_ANY, jit=False),
+    *(_collective(op) for op in ("all_gather", "all_reduce", "all_to_all", "broadcast")),
     _triton("sampling.sample"),
 )  # fmt: skip
+
+# Rows of hidden states and experts by local number: every token, or those that `collective.all_to_all` brought.
+_TOKENS = ("none", "all_to_all")
 
 _MIXTURE = (
     _triton("moe.route_by_hash", semantics={"scoring": ("sqrtsoftplus",)}),
@@ -255,12 +268,12 @@ _MIXTURE = (
     _triton("moe.swiglu", semantics={"swiglu_clamp": ("gate_above_up_both",)}),
     _triton(
         "moe.experts", weights=("mxfp4", "fp8_block", "nvfp4", "bfloat16"), semantics=_EXPERTS,
-        traits={"a2a": ("none", "mori")}, prepare="moe_triton:prepare_experts_triton",
+        traits={"a2a": (*_TOKENS, "mori")}, prepare="moe_triton:prepare_experts_triton",
     ),
     # It weighs an expert's result after the down product: models that weigh before it do not get it.
     _aiter(
         "moe.experts", weights=("fp8_block",), semantics={**_EXPERTS, "weight_before_down": ("no",)},
-        traits={"a2a": ("none",)}, prepare="moe_aiter:prepare_experts_aiter",
+        traits={"a2a": _TOKENS}, prepare="moe_aiter:prepare_experts_aiter",
     ),
 )  # fmt: skip
 

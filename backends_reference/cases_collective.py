@@ -6,10 +6,10 @@ Groups of several processes need several processes; tests start them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from halocline.backends_reference.case import DTYPES, Case, call, generator, normal
+from halocline.hal.process_group import ALONE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,17 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["cases"]
 
 
-@dataclass(frozen=True)
-class _Alone:
-    """A group of this process."""
-
-    size: int = 1
-    rank: int = 0
-
-
 def cases() -> Iterator[Case]:
     """Rows of hidden states, one row, no row."""
-    for op in ("all_gather", "all_reduce"):
+    for op in ("all_gather", "all_reduce", "all_to_all", "broadcast"):
         for dtype in DTYPES:
             for name, rows in (("one", 1), ("ragged", 33), ("empty", 0)):
                 yield _case(op, name, dtype, rows)
@@ -38,7 +30,8 @@ def cases() -> Iterator[Case]:
 def _case(op: str, name: str, dtype: str, rows: int) -> Case:
     def run(ops: Ops, device: str) -> Mapping[str, Tensor]:
         x_TD = normal(generator(rows), rows, 64, dtype=DTYPES[dtype]).to(device)
-        return call(ops, f"collective.{op}", x_TD, _Alone())
+        counts = ([rows], [rows]) if op == "all_to_all" else ()
+        return call(ops, f"collective.{op}", x_TD, *counts, ALONE)
 
-    traits: dict[str, int | str] = {"tp_size": 1}
+    traits: dict[str, int | str] = {"world_size": 1}
     return Case(op=f"collective.{op}", name=name, dtype=dtype, run=run, formats={"compute": dtype}, traits=traits)

@@ -33,6 +33,8 @@ def reference_kernels() -> dict[str, Callable[..., Any]]:
         "attention.sparse_prefill": attention.sparse_prefill_reference,
         "collective.all_gather": collective.all_gather_reference,
         "collective.all_reduce": collective.all_reduce_reference,
+        "collective.all_to_all": collective.all_to_all_reference,
+        "collective.broadcast": collective.broadcast_reference,
         "compressor.allocate_state": compressor.allocate_state_reference,
         "compressor.insert": compressor.insert_reference,
         "gemm.linear": gemm.linear_reference,

@@ -39,7 +39,9 @@ _BY_BATCH = (
 )
 
 
-def _reference(op: str, semantics: str = "", *, home: str = "", prepare: str = "") -> KernelSpec:
+def _reference(
+    op: str, semantics: str = "", *, home: str = "", prepare: str = "", graph_safe: bool = True
+) -> KernelSpec:
     """One row: the function `<op>_reference` in the file of its family."""
     family, _, short = op.partition(".")
     module = f"{_HOME}.{home or family}"
@@ -50,6 +52,7 @@ def _reference(op: str, semantics: str = "", *, home: str = "", prepare: str = "
         prepare=f"{_HOME}.{prepare}" if prepare else "",
         formats={"compute": _COMPUTE, "weight": _WEIGHTS},
         semantics={name: _SEMANTICS[name] for name in semantics.split()},
+        graph_safe=graph_safe,
         deterministic="run" if op in _BY_BATCH else "batch",
         rank=0,
         status={"cpu": "run"},
@@ -70,6 +73,8 @@ MANIFEST = Manifest(
         _reference("attention.output", "rope_pairing fp8_dialect", prepare=_GEMM),
         _reference("collective.all_gather"),
         _reference("collective.all_reduce"),
+        _reference("collective.all_to_all", graph_safe=False),
+        _reference("collective.broadcast"),
         _reference("compressor.allocate_state"),
         _reference("compressor.insert", f"{_CACHE} rope_pairing"),
         _reference("gemm.linear", "fp8_dialect activation", prepare=_GEMM),

@@ -35,6 +35,8 @@ OP_KERNELS: dict[str, tuple[str, ...]] = {
     "attention.sparse_prefill": ("sparse_attention",),
     "collective.all_gather": (),
     "collective.all_reduce": (),
+    "collective.all_to_all": (),
+    "collective.broadcast": (),
     "compressor.allocate_state": (),
     "compressor.insert": ("insert_entries",),
     "gemm.linear": _PRODUCTS,

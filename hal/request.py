@@ -27,7 +27,8 @@ class KernelRequest:
         layers: Layers that call it, draft layers counted on behind the main ones; None means outside of layers, and
             in every layer that no other request of the op names.
         formats: By role (`weight`, `compute`), every format that occurs.
-        traits: Facts of the deployment: `a2a`, `tp_size`, `num_heads`, `head_dim`, `prefill_layout`.
+        traits: Facts of the deployment, as one rank sees them: `a2a`, `tp_size`, `ep_size`, `world_size`, `num_heads`,
+            `head_dim`, `num_experts`, `expert_width`, `prefill_layout`.
         semantics: By name, every numeric meaning that occurs; all that the op demands must be there.
     """
 

@@ -28,6 +28,8 @@ def explain(
     *,
     device: str | None = None,
     tp_size: int = 1,
+    dp_size: int = 1,
+    ep_size: int = 1,
     a2a: str = "none",
     recipe_name: str | None = None,
     packages: Packages | None = None,
@@ -40,6 +42,8 @@ def explain(
         model: A released model's name (`flash`, `pro`) or a folder with a config.json.
         device: A recorded device (`gfx950`, `mi355x`); this machine's when left out.
         tp_size: Ranks that share the heads.
+        dp_size: Attention groups, each with its own requests.
+        ep_size: Ranks over which whole experts are spread.
         a2a: How tokens reach the ranks that hold their experts.
         recipe_name: Numeric recipe; `served` on a GPU and `recipe` on a CPU when left out.
         packages: Where to look for packages: `recorded`, `local` or `none`.
@@ -48,7 +52,7 @@ def explain(
     """
     config = find_config(model)
     return explain_requests(
-        describe_model(config, tp_size=tp_size, a2a=a2a, recipe_name=recipe_name),
+        describe_model(config, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size, a2a=a2a, recipe_name=recipe_name),
         model=model,
         device=device,
         packages=packages,
@@ -77,7 +81,13 @@ def find_config(model: str) -> DeepseekV4Config:
 
 
 def describe_model(
-    config: DeepseekV4Config, *, tp_size: int = 1, a2a: str = "none", recipe_name: str | None = None
+    config: DeepseekV4Config,
+    *,
+    tp_size: int = 1,
+    dp_size: int = 1,
+    ep_size: int = 1,
+    a2a: str = "none",
+    recipe_name: str | None = None,
 ) -> Describe:
     """The requests of a configuration, once a device and a prefill layout are known."""
 
@@ -87,6 +97,8 @@ def describe_model(
                 config,
                 recipe(recipe_name or ("served" if device.is_gpu else "recipe")),
                 tp_size=tp_size,
+                dp_size=dp_size,
+                ep_size=ep_size,
                 a2a=a2a,
                 prefill_layout=layout,
                 cache_dialect=device.fp8_dialect,

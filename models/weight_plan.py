@@ -18,7 +18,17 @@ from halocline.hal.errors import ConfigError, lines
 from halocline.hal.formats import WeightFormat
 from halocline.hal.weight_codecs import FP8_BLOCK_SIZE, NVFP4_GROUP
 
-__all__ = ["REPLICATED", "Parameter", "Role", "Shard", "StoredDtype", "StoredTensor", "WeightPlan", "stored_tensors"]
+__all__ = [
+    "REPLICATED",
+    "Parameter",
+    "Role",
+    "Shard",
+    "Split",
+    "StoredDtype",
+    "StoredTensor",
+    "WeightPlan",
+    "stored_tensors",
+]
 
 
 class StoredDtype(StrEnum):
@@ -46,41 +56,67 @@ class Role(StrEnum):
     INDEX = "index"
 
 
+class Split(StrEnum):
+    """Which ranks share a parameter.
+
+    ATTENTION: the ranks of an attention group. EXPERTS: whole experts go to different ranks, and ranks with the same
+    experts share their width. SHARED: the ranks of an attention group that is the whole world, if every part is whole
+    blocks; else each rank holds all of it.
+    """
+
+    ATTENTION = "attention"
+    EXPERTS = "experts"
+    SHARED = "shared"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """How a parameter is split over ranks.
-
-    Tensor parallelism cuts `axis` into equal runs of whole units. Expert parallelism gives whole parameters to the
-    rank that owns `expert`. A parameter with neither is the same on every rank.
+    """How a parameter is split over ranks: `axis` is cut into equal runs of whole units.
 
     Attributes:
-        axis: Axis of the logical shape that tensor parallelism cuts, or `None`.
+        axis: Axis of the logical shape that is cut, or `None` for a parameter that is the same on every rank.
         unit: What must stay whole: heads, groups, vocabulary, width.
         unit_size: Rows or lanes of one unit.
+        split: Which ranks share it.
         expert: Number of the routed expert that owns the parameter, or `None`.
     """
 
     axis: int | None = None
     unit: str = ""
     unit_size: int = 1
+    split: Split = Split.ATTENTION
     expert: int | None = None
 
-    def slice_of(self, length: int, *, rank: int, size: int) -> slice:
-        """Part of the cut axis that one tensor-parallel rank holds.
+    def divides(self, length: int, size: int, *, block: int = 1) -> bool:
+        """Whether an axis can be divided among `size` ranks.
+
+        Args:
+            length: Of the cut axis.
+            size: Ranks; among one, anything can.
+            block: Rows or lanes of a quantisation block, of which each part holds a whole number.
+        """
+        part, rest = divmod(length, size)
+        return size == 1 or (rest == 0 and part % self.unit_size == 0 and part % block == 0)
+
+    def ways(self, length: int, *, block: int = 1) -> tuple[int, ...]:
+        """Every number of ranks among which an axis can be divided."""
+        return tuple(n for n in range(1, length // self.unit_size + 1) if self.divides(length, n, block=block))
+
+    def slice_of(self, length: int, *, rank: int, size: int, block: int = 1) -> slice:
+        """Part of the cut axis that one of `size` ranks holds.
 
         Raises:
-            ConfigError: If the units do not divide among the ranks; the message lists the sizes that would.
+            ConfigError: If units or blocks do not divide among the ranks; the message lists the sizes that would.
         """
         if self.axis is None:
             return slice(0, length)
-        units = length // self.unit_size
-        if length % self.unit_size or units % size:
-            possible = [n for n in range(1, units + 1) if units % n == 0]
+        if not self.divides(length, size, block=block):
+            blocks = f", in blocks of {block}" if block > 1 else ""
             raise ConfigError(
                 lines(
-                    f"cannot split {units} {self.unit} over {size} ranks",
-                    found=f"an axis of {length} in units of {self.unit_size}",
-                    try_=f"a tensor-parallel size of {', '.join(map(str, possible))}",
+                    f"cannot split {length // self.unit_size} {self.unit} over {size} ranks",
+                    found=f"an axis of {length} in units of {self.unit_size}{blocks}",
+                    try_=f"a parallel size of {', '.join(map(str, self.ways(length, block=block)))}",
                 )
             )
         step = length // size

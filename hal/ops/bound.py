@@ -37,6 +37,8 @@ class _Attention:
 class _Collective:
     all_gather = collective.all_gather
     all_reduce = collective.all_reduce
+    all_to_all = collective.all_to_all
+    broadcast = collective.broadcast
 
 
 class _Compressor:

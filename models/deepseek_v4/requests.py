@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from halocline.hal.errors import ConfigError
 from halocline.hal.request import KernelRequest, Trait
+from halocline.models.deepseek_v4.weight_plan import split_kinds
+from halocline.models.parallel import ParallelSizes
+from halocline.models.sharding import check_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +34,8 @@ def kernel_requests(
     recipe: Recipe,
     *,
     tp_size: int = 1,
+    dp_size: int = 1,
+    ep_size: int = 1,
     a2a: str = "none",
     prefill_layout: Literal["paged", "ragged"] = "paged",
     cache_dialect: Literal["ocp", "fnuz"] = "ocp",
@@ -42,6 +46,8 @@ def kernel_requests(
         config: The model.
         recipe: Numeric choices.
         tp_size: Ranks that share the heads.
+        dp_size: Attention groups, each with its own requests.
+        ep_size: Ranks over which whole experts are spread.
         a2a: How tokens reach the ranks that hold their experts; `none` when every rank sees all tokens.
         prefill_layout: From `halocline.hal.prefill_layout`.
         cache_dialect: FP8 dialect of the caches, that of the device.
@@ -50,25 +56,15 @@ def kernel_requests(
         Requests with explicit layers for what layers call (draft layers counted on behind the main ones).
 
     Raises:
-        ConfigError: If the heads or output groups do not divide by `tp_size`.
+        ConfigError: If the model cannot be split so; the message lists the possible sizes.
     """
-    if config.num_attention_heads % tp_size or config.o_groups % tp_size:
-        sizes = [
-            n for n in range(1, config.o_groups + 1) if not (config.num_attention_heads % n or config.o_groups % n)
-        ]
-        raise ConfigError(
-            f"tensor parallel size {tp_size} does not divide {config.num_attention_heads} heads and {config.o_groups} "
-            f"output groups; possible sizes: {', '.join(map(str, sizes))}"
-        )
-    traits: dict[str, Trait] = {
-        "tp_size": tp_size,
-        "num_heads": config.num_attention_heads // tp_size,
-        "head_dim": config.head_dim,
-    }
-    builder = _Builder(config, recipe, traits, cache_dialect)
+    sizes = ParallelSizes(tp=tp_size, dp=dp_size, ep=ep_size)
+    check_sizes(sizes, split_kinds(config), num_experts=config.n_routed_experts)
+    builder = _Builder(config, recipe, sizes, cache_dialect)
     builder.attention(prefill_layout)
     builder.caches()
     builder.dense()
+    builder.collectives(a2a)
     builder.mixture(a2a)
     return builder.requests
 
@@ -76,13 +72,11 @@ def kernel_requests(
 class _Builder:
     """Collects the requests of one model, family by family."""
 
-    def __init__(
-        self, config: DeepseekV4Config, recipe: Recipe, traits: Mapping[str, Trait], cache_dialect: str
-    ) -> None:
+    def __init__(self, config: DeepseekV4Config, recipe: Recipe, sizes: ParallelSizes, cache_dialect: str) -> None:
         self.requests: list[KernelRequest] = []
         self._config = config
         self._recipe = recipe
-        self._traits = traits
+        self._sizes = sizes
         self._cache_dialect = cache_dialect
         self._all = tuple(range(len(config.compress_ratios)))
 
@@ -90,7 +84,12 @@ class _Builder:
         """Plan, query, sparse attention and its output."""
         config = self._config
         sink = {"sink": ("denominator",), **self._cache(self._recipe.latent.value)}
-        heads = {name: self._traits[name] for name in ("num_heads", "head_dim", "tp_size")}
+        tp = self._sizes.tp
+        heads: dict[str, Trait] = {
+            "num_heads": config.num_attention_heads // tp,
+            "head_dim": config.head_dim,
+            "tp_size": tp,
+        }
         layout: dict[str, Trait] = {**heads, "prefill_layout": prefill_layout}
         self._outside("attention.plan", traits={"prefill_layout": prefill_layout})
         self._layers("attention.prepare_query", traits=heads, semantics=_ROPE)
@@ -100,7 +99,7 @@ class _Builder:
         self._layers(
             "attention.output",
             weights=(dense,),
-            traits={**heads, "num_groups": config.o_groups // int(self._traits["tp_size"])},
+            traits={**heads, "num_groups": config.o_groups // tp},
             semantics={**_ROPE, "fp8_dialect": _weight_dialect(dense)},
         )
 
@@ -132,7 +131,7 @@ class _Builder:
             self._add("indexer.select", csa, traits={"index_topk": config.index_topk})
 
     def dense(self) -> None:
-        """Projections, norms, hyper-connections, the head, collectives and sampling."""
+        """Projections, norms, hyper-connections, the head and sampling."""
         config = self._config
         dense = self._dense_format()
         weights = tuple(dict.fromkeys((dense, config.dtype)))
@@ -141,12 +140,20 @@ class _Builder:
         for add in (self._layers, self._outside):
             add("gemm.linear", weights=weights, semantics=linear)
             add("norm.rms_norm")
-            add("collective.all_reduce", traits={"tp_size": self._traits["tp_size"]})
-        self._outside("collective.all_gather", traits={"tp_size": self._traits["tp_size"]})
         self._layers("hyper_connection.read", traits=streams)
         self._layers("hyper_connection.write", traits=streams)
         self._outside("hyper_connection.head", traits=streams)
         self._outside("sampling.sample")
+
+    def collectives(self, a2a: str) -> None:
+        """Exchanges between ranks; for one rank they are the identity, and bound all the same."""
+        world: dict[str, Trait] = {"world_size": self._sizes.world}
+        for name in ("collective.all_reduce", "collective.all_gather"):
+            self._layers(name, traits=world)
+            self._outside(name, traits=world)
+        self._outside("collective.broadcast", traits=world)
+        if a2a == "all_to_all":
+            self._layers("collective.all_to_all", traits=world)
 
     def mixture(self, a2a: str) -> None:
         """Routers and experts."""
@@ -174,11 +181,13 @@ class _Builder:
             "moe.experts",
             weights=(weight,),
             traits={
-                **routing,
+                "num_experts": config.n_routed_experts // self._sizes.ep,
+                "num_chosen": config.num_experts_per_tok,
                 "a2a": a2a,
-                "tp_size": self._traits["tp_size"],
+                "tp_size": self._sizes.tp,
+                "ep_size": self._sizes.ep,
                 "hidden_size": config.hidden_size,
-                "expert_width": config.moe_intermediate_size,
+                "expert_width": config.moe_intermediate_size // self._sizes.moe_tp,
             },
             semantics=meaning,
         )

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from halocline.hal.formats import WeightFormat
 from halocline.models.deepseek_v4.config import DeepseekV4Config
-from halocline.models.weight_plan import REPLICATED, Parameter, Role, Shard, StoredDtype, WeightPlan
+from halocline.models.weight_plan import REPLICATED, Parameter, Role, Shard, Split, StoredDtype, WeightPlan
 
-__all__ = ["draft_prefix", "layer_prefix", "plan_weights"]
+__all__ = ["draft_prefix", "layer_prefix", "plan_weights", "split_kinds"]
 
 _EXPERT_FORMATS = {
     "fp4": WeightFormat.MXFP4,
@@ -29,6 +29,11 @@ _EXPERT_FORMATS = {
 def plan_weights(config: DeepseekV4Config) -> WeightPlan:
     """Lists every parameter of the main network and of its draft layers."""
     return WeightPlan(parameters=tuple(_Planner(config).network()))
+
+
+def split_kinds(config: DeepseekV4Config) -> tuple[Parameter, ...]:
+    """One parameter of each kind that is split: vocabulary, the attention of a layer, an expert, the shared one."""
+    return tuple(parameter for parameter in _Planner(config).kinds() if parameter.shard.axis is not None)
 
 
 def layer_prefix(config: DeepseekV4Config, layer: int) -> str:
@@ -50,18 +55,27 @@ class _Planner:
 
     def network(self) -> Iterator[Parameter]:
         c = self.config
-        vocabulary = Shard(axis=0, unit="vocabulary rows")
-        yield self._float("embed.weight", (c.vocab_size, c.hidden_size), "embedding and head", shard=vocabulary)
+        yield self._vocabulary("embed.weight")
         for layer in range(c.num_hidden_layers):
             yield from self._layer(layer, "")
         yield from self._readout("", "")
-        yield self._float("head.weight", (c.vocab_size, c.hidden_size), "embedding and head", shard=vocabulary)
+        yield self._vocabulary("head.weight")
         for index in range(len(c.draft_ratios)):
             prefix = draft_prefix(index)
             if c.dspark:
                 yield from self._dspark_stage(index, prefix)
             else:
                 yield from self._mtp_layer(index, prefix)
+
+    def kinds(self) -> Iterator[Parameter]:
+        """What `split_kinds` chooses from."""
+        yield self._vocabulary("embed.weight")
+        yield from self._attention("layers.0.attn.", "")
+        yield from self._experts("layers.0.ffn.", range(1), "")
+
+    def _vocabulary(self, name: str) -> Parameter:
+        rows = Shard(axis=0, unit="vocabulary rows")
+        return self._float(name, (self.config.vocab_size, self.config.hidden_size), "embedding and head", shard=rows)
 
     def _layer(self, layer: int, group: str) -> Iterator[Parameter]:
         c = self.config
@@ -77,7 +91,7 @@ class _Planner:
         yield from self._hyper_connection(prefix + "hc_ffn", group)
         yield self._float(prefix + "ffn_norm.weight", (c.hidden_size,), group or "norms")
         yield from self._router(prefix + "ffn.gate.", layer, group)
-        yield from self._experts(prefix + "ffn.", group)
+        yield from self._experts(prefix + "ffn.", range(c.n_routed_experts), group)
 
     def _attention(self, prefix: str, group: str) -> Iterator[Parameter]:
         c, group = self.config, group or "attention"
@@ -125,19 +139,19 @@ class _Planner:
         else:
             yield self._float32(prefix + "bias", (c.n_routed_experts,), group)
 
-    def _experts(self, prefix: str, group: str) -> Iterator[Parameter]:
+    def _experts(self, prefix: str, experts: range, group: str) -> Iterator[Parameter]:
         c = self.config
-        for expert in range(c.n_routed_experts):
+        for expert in experts:
             for name, shape, axis in self._mlp():
                 yield self._matrix(
                     f"{prefix}experts.{expert}.{name}.weight",
                     shape,
                     group or "routed experts",
-                    shard=Shard(axis=axis, unit="lanes of width", expert=expert),
+                    shard=Shard(axis=axis, unit="lanes of width", split=Split.EXPERTS, expert=expert),
                     weight_format=_EXPERT_FORMATS[c.expert_dtype],
                 )
         for name, shape, axis in self._mlp():
-            shard = Shard(axis=axis, unit="lanes of width")
+            shard = Shard(axis=axis, unit="lanes of width", split=Split.SHARED)
             yield self._matrix(f"{prefix}shared_experts.{name}.weight", shape, group or "shared experts", shard=shard)
 
     def _mlp(self) -> tuple[tuple[str, tuple[int, int], int], ...]:

@@ -73,8 +73,9 @@ def on_rows(make_plan: Any, make_cache: Any, make_rope: Any) -> dict[str, Callab
 # Elsewhere: the compressor in any chunking (test_compressor), draws row by row (test_sampling). Copies, sets of slots
 # and whole numbers have no rounding that could differ.
 NOTHING_TO_ROUND = {
-    "attention.plan", "collective.all_gather", "collective.all_reduce", "compressor.allocate_state", "indexer.select",
-    "kv_cache.allocate", "kv_cache.read_rows", "kv_cache.write_rows",
+    "attention.plan", "collective.all_gather", "collective.all_reduce", "collective.all_to_all",
+    "collective.broadcast", "compressor.allocate_state", "indexer.select", "kv_cache.allocate", "kv_cache.read_rows",
+    "kv_cache.write_rows",
 }  # fmt: skip
 ELSEWHERE = {"compressor.insert", "sampling.sample"}
 

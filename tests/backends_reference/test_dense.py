@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from halocline.backends_reference.collective import all_gather_reference, all_reduce_reference
+from halocline.backends_reference.collective import (
+    all_gather_reference,
+    all_reduce_reference,
+    all_to_all_reference,
+    broadcast_reference,
+)
 from halocline.backends_reference.gemm import linear_reference, prepare_linear_reference, round_activation
 from halocline.backends_reference.hyper_connection import head_reference, read_reference, write_reference
 from halocline.backends_reference.norm import rms_norm_reference
 from halocline.hal.errors import InputError, ShapeError
 from halocline.hal.formats import Weight, WeightFormat
+from halocline.hal.process_group import ALONE
 from halocline.hal.weight_codecs import dequantize, quantize_weight
 
 
@@ -154,13 +159,25 @@ class TestStreams:
                 write_reference(changed["y"], streams, changed["post"], changed["comb"])
 
 
-@pytest.mark.parametrize("collective", [all_gather_reference, all_reduce_reference])
-class TestCollectives:
-    def test_alone_is_the_identity(self, collective: Any) -> None:
-        x = torch.randn(3, 4)
-        assert torch.equal(collective(x, SimpleNamespace(size=1, rank=0)), x)
-        assert collective(torch.zeros(0, 4), SimpleNamespace(size=1, rank=0)).shape == (0, 4)
+@pytest.mark.parametrize("collective", [all_gather_reference, all_reduce_reference, broadcast_reference])
+def test_an_exchange_with_nobody_is_the_identity(collective: Any) -> None:
+    x = torch.randn(3, 4)
+    assert torch.equal(collective(x, ALONE), x)
+    assert collective(torch.zeros(0, 4), ALONE).shape == (0, 4)
 
-    def test_a_larger_group_is_refused(self, collective: Any) -> None:
-        with pytest.raises(InputError, match="a group of 2 ranks was asked for"):
-            collective(torch.zeros(1, 1), SimpleNamespace(size=2, rank=1))
+
+class TestRowsSent:
+    def test_to_oneself(self) -> None:
+        x = torch.randn(3, 4)
+        assert torch.equal(all_to_all_reference(x, [3], [3], ALONE), x)
+        assert all_to_all_reference(torch.zeros(0, 4), [0], [0], ALONE).shape == (0, 4)
+
+    @pytest.mark.parametrize("counts", [[2], [4], [3, 0], []])
+    def test_counts_that_do_not_fit_the_rows_or_the_group(self, counts: list[int]) -> None:
+        with pytest.raises(ShapeError, match=r"3 rows are sent as .* by 1 ranks"):
+            all_to_all_reference(torch.zeros(3, 4), counts, counts, ALONE)
+
+
+def test_a_source_outside_of_the_group_is_refused() -> None:
+    with pytest.raises(InputError, match="rank 1 cannot be the source in a group of 1"):
+        broadcast_reference(torch.zeros(1), ALONE, source=1)

@@ -33,6 +33,8 @@ WITHOUT_SOURCE = {
     "attention.plan": "bookkeeping of our own",
     "collective.all_gather": "an exchange",
     "collective.all_reduce": "an exchange",
+    "collective.all_to_all": "an exchange",
+    "collective.broadcast": "an exchange",
     "compressor.allocate_state": "memory",
     "gemm.prepare_linear": "a conversion that belongs to the kernel",
     "kv_cache.allocate": "memory",
@@ -41,6 +43,8 @@ WITHOUT_SOURCE = {
 # Ops without a tolerance, and why: what they give is compared exactly.
 EXACT = {
     "attention.plan": "whole numbers",
+    "collective.all_to_all": "rows that were moved",
+    "collective.broadcast": "rows that were moved",
     "compressor.allocate_state": "sizes",
     "indexer.select": "a set of slots",
     "kv_cache.allocate": "zeros",

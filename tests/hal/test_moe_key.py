@@ -25,7 +25,7 @@ from halocline.hal.request import KernelRequest
 from halocline.hal.selection import resolve
 from halocline.hal.stages import Policy, reasons_against
 
-A2A = ("none", "deepep", "mori", "flashinfer")
+A2A = ("none", "all_to_all", "deepep", "mori", "flashinfer")
 RUNNERS = (
     "triton", "triton_kernels", "humming", "deep_gemm", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_trtllm",
     "marlin", "aiter", "reference",
@@ -79,7 +79,7 @@ def test_the_runners_are_the_known_ones(specs: tuple[KernelSpec, ...]) -> None:
 def test_every_key_selects_or_refuses_with_a_reason(
     specs: tuple[KernelSpec, ...], everything_installed: Inventory, device: str
 ) -> None:
-    """The whole product, in this process: 160 keys a device."""
+    """The whole product, in this process: 200 keys a device."""
     found = PROFILES[device].device
     for a2a, runner, weight in itertools.product(A2A, RUNNERS, FORMATS):
         candidates = [s for s in specs if s.op == OP and s.name == runner]

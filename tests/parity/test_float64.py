@@ -25,6 +25,8 @@ KERNELS: dict[str, tuple[str, str]] = {
     "attention.sparse_prefill": (f"{ATTENTION}:sparse_float64", ""),
     "collective.all_gather": (f"{DENSE}:alone_float64", ""),
     "collective.all_reduce": (f"{DENSE}:alone_float64", ""),
+    "collective.all_to_all": (f"{DENSE}:sent_to_oneself_float64", ""),
+    "collective.broadcast": (f"{DENSE}:alone_float64", ""),
     "compressor.allocate_state": (f"{ATTENTION}:allocate_state_float64", ""),
     "compressor.insert": (f"{ATTENTION}:insert_float64", ""),
     "gemm.linear": (f"{DENSE}:linear_float64", f"{DENSE}:prepare_linear_float64"),
