@@ -1,7 +1,8 @@
 """MXFP4 experts by the package triton_kernels (0.4.5's API). Shapes as in `halocline.hal.ops.moe`.
 
 Weights go into the library's layouts for Hopper, once, at load. Its fused activation is another model's, so that ours
-runs between the two products; the routing weight is applied there, not in the sum.
+runs between the two products; the routing weight is applied there, not in the sum. Its own order of pairs takes three
+launches and its sum over a token's experts a tile of 64 tokens, so that both are ours.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.op import implements
 from halocline.hal.ops.moe import PreparedExperts, Routing, experts, prepare_experts
 from halocline.hal.runtime import import_provider
-from halocline.kernels_portable.expert_order import order_pairs
+from halocline.kernels_portable.expert_order import BLOCK_SIZES, PairOrder, order_pairs
+from halocline.kernels_portable.expert_sum import sum_experts
 from halocline.kernels_portable.quantize_activation import round_activation
 from halocline.kernels_portable.swiglu import swiglu
 
 __all__ = ["TritonKernelsExperts", "experts_triton_kernels", "prepare_experts_triton_kernels"]
+
+_STEP_SCALES = 4  # scales of a step over K: the library reads them whole, also behind the last one
 
 
 @functools.cache
@@ -57,8 +61,12 @@ class TritonKernelsExperts:
     down_precision: Any
 
 
-def _convert(weight: Weight) -> tuple[Any, Any]:
-    """A stack (experts, out, in) as the library wants it: K first, codes and scales in their Hopper layouts."""
+def _convert(weight: Weight, out_dtype: torch.dtype) -> tuple[Any, Any]:
+    """A stack (experts, out, in) as the library wants it: K first, codes and scales in their Hopper layouts.
+
+    Scales are padded to whole steps over K. What the library would read there otherwise is the memory behind them, and
+    a byte of 255 turns the zeros that it multiplies with into NaN.
+    """
     if weight.format is not WeightFormat.MXFP4 or weight.scale is None:
         raise ShapeError(f"experts in {weight.format.value}: triton_kernels is bound for mxfp4")
     library = _library()
@@ -66,12 +74,13 @@ def _convert(weight: Weight) -> tuple[Any, Any]:
     layout, options = library.layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     scale_layout, scale_options = library.layouts.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
     codes = weight.data.contiguous().view(torch.uint8).transpose(-2, -1)
-    scales = weight.scale.contiguous().view(torch.uint8).transpose(-2, -1)
+    scales = weight.scale.contiguous().view(torch.uint8)
+    scales = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % _STEP_SCALES)).transpose(-2, -1)
     data = convert(wrap(codes, dtype=library.tensors.FP4), layout, **options)
     scale = convert(wrap(scales), scale_layout, **scale_options)
     products = library.products
     flex = products.FlexCtx(rhs_data=library.plain())
-    return data, products.PrecisionConfig(weight_scale=scale, flex_ctx=flex)
+    return data, products.PrecisionConfig(weight_scale=scale, flex_ctx=flex, out_dtype=out_dtype)
 
 
 @implements(prepare_experts)
@@ -80,8 +89,8 @@ def prepare_experts_triton_kernels(
 ) -> PreparedExperts:
     """See the contract."""
     check_stacks(gate_up, down)
-    gate_up_data, gate_up_precision = _convert(gate_up)
-    down_data, down_precision = _convert(down)
+    gate_up_data, gate_up_precision = _convert(gate_up, torch.float32)  # it is rounded once, after the activation
+    down_data, down_precision = _convert(down, torch.bfloat16)
     return TritonKernelsExperts(
         num_experts=gate_up.shape[0],
         hidden=gate_up.shape[-1],
@@ -91,6 +100,15 @@ def prepare_experts_triton_kernels(
         down=down_data,
         down_precision=down_precision,
     )
+
+
+def _routed(library: Any, pairs: PairOrder, num_chosen: int) -> Any:
+    """The library's record of which rows are whose, from tables that have its form already."""
+    num_experts = pairs.counts_E.shape[0]
+    metadata = library.tensors.RaggedTensorMetadata
+    assert tuple(metadata.block_sizes()) == BLOCK_SIZES
+    blocks = metadata(pairs.counts_E, pairs.starts_SE[0], pairs.starts_SE[1:], pairs.blocks_SB)
+    return library.products.RoutingData(pairs.weights_P, pairs.counts_E, num_experts, num_chosen, blocks)
 
 
 @implements(experts)
@@ -104,40 +122,26 @@ def experts_triton_kernels(x_TD: Tensor, routing: Routing, weights: PreparedExpe
         return torch.empty_like(x_TD)
     library = _library()
     products = library.products
-    # An id of -1 is served by some expert with weight 0: the library has no other way to leave a pair out.
-    pairs = order_pairs(
-        routing.ids_TK.contiguous(), routing.weights_TK.float().contiguous(), num_experts=weights.num_experts
-    )
-    order, places = pairs.order_P, pairs.places_P
-    routed = products.RoutingData(
-        pairs.weights_P,
-        pairs.counts_E,
-        weights.num_experts,
-        num_chosen,
-        library.tensors.make_ragged_tensor_metadata(pairs.counts_E, num_tokens * num_chosen),
-    )
+    ids_TK = routing.ids_TK.int().contiguous()
+    pairs = order_pairs(ids_TK, routing.weights_TK.float().contiguous(), num_experts=weights.num_experts)
+    routed = _routed(library, pairs, num_chosen)
     gate_up_PI2 = products.matmul_ogs(
         round_activation(x_TD) if weights.rounds_input else x_TD.contiguous(),
         weights.gate_up,
         None,
         routed,
-        gather_indx=products.GatherIndx(src_indx=order, dst_indx=places),
+        gather_indx=products.GatherIndx(src_indx=pairs.order_P, dst_indx=pairs.places_P),
         precision_config=weights.gate_up_precision,
     )
     activated = swiglu(
         gate_up_PI2,
         limit=limit,
         weights_P=pairs.weights_P,
-        ids_P=order,  # not negative: every row is in use
+        ids_P=pairs.order_P,
         dtype=x_TD.dtype,
         rounding="values" if weights.rounds_input else "none",
     )
-    out_TD: Tensor = products.matmul_ogs(
-        activated.rows_PI,
-        weights.down,
-        None,
-        routed,
-        scatter_indx=products.ScatterIndx(src_indx=places, dst_indx=order),
-        precision_config=weights.down_precision,
+    y_PD: Tensor = products.matmul_ogs(
+        activated.rows_PI, weights.down, None, routed, precision_config=weights.down_precision
     )
-    return out_TD.view(num_tokens, weights.hidden)
+    return sum_experts(y_PD, ids_TK, out_dtype=x_TD.dtype, places_P=pairs.places_P)

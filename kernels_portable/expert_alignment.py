@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["ExpertBlocks", "align_experts"]
+__all__ = ["ExpertBlocks", "align_experts", "count_pairs", "histogram_bins", "pairs_of_a_step"]
 
 
 class ExpertBlocks(NamedTuple):
@@ -30,22 +30,39 @@ class ExpertBlocks(NamedTuple):
     rows: int
 
 
+def histogram_bins(num_experts: int) -> int:
+    """Bins of the count of pairs: a power of two, at least one for each lane of a wave."""
+    return max(64, triton.next_power_of_2(num_experts))
+
+
+def pairs_of_a_step(num_pairs: int) -> int:
+    """Pairs that a program looks at in a step: at least one for each of its threads."""
+    return min(1024, max(256, triton.next_power_of_2(num_pairs)))
+
+
 @triton.jit
-def _align_experts_kernel(
-    ids_ptr, pairs_ptr, experts_ptr, num_pairs, num_blocks, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    expert = tl.program_id(0)
-    counts = tl.zeros((EXPERT_BLOCK,), tl.int32)
+def count_pairs(ids_ptr, num_pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 (BINS,) pairs of each expert; ids that are no expert's are not counted."""
+    counts = tl.zeros((BINS,), tl.int32)
     for start in range(0, num_pairs, BLOCK):
         pairs = start + tl.arange(0, BLOCK)
         ids = tl.load(ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
         valid = (ids >= 0) & (ids < EXPERTS)
-        counts += tl.histogram(tl.where(valid, ids, 0), EXPERT_BLOCK, mask=valid)
+        counts += tl.histogram(tl.where(valid, ids, 0), BINS, mask=valid)
+    return counts
+
+
+@triton.jit
+def _align_experts_kernel(
+    ids_ptr, pairs_ptr, experts_ptr, num_pairs, num_blocks, EXPERTS: tl.constexpr, BINS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(0)
+    counts = count_pairs(ids_ptr, num_pairs, EXPERTS, BINS, BLOCK)
     blocks = (counts + (ROWS - 1)) // ROWS
-    mine = tl.arange(0, EXPERT_BLOCK) == expert
-    first = tl.sum(tl.where(mine, tl.cumsum(blocks, axis=0) - blocks, 0), axis=0)
-    num_mine = tl.sum(tl.where(mine, blocks, 0), axis=0)
+    bins = tl.arange(0, BINS)
+    first = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
+    num_mine = tl.sum(tl.where(bins == expert, blocks, 0), axis=0)
     for start in range(0, num_mine, BLOCK):
         block = start + tl.arange(0, BLOCK)
         tl.store(experts_ptr + first + block, tl.zeros((BLOCK,), tl.int32) + expert, mask=block < num_mine)
@@ -81,8 +98,7 @@ def align_experts(ids_TK: Tensor, *, num_experts: int, rows: int) -> ExpertBlock
     experts = torch.empty((num_blocks,), dtype=torch.int32, device=ids_TK.device)
     if num_pairs:
         _align_experts_kernel[(num_experts,)](
-            ids_TK, pairs, experts, num_pairs, num_blocks, EXPERTS=num_experts,
-            EXPERT_BLOCK=triton.next_power_of_2(num_experts), ROWS=rows,
-            BLOCK=min(1024, max(128, triton.next_power_of_2(num_pairs))), num_warps=4,
+            ids_TK, pairs, experts, num_pairs, num_blocks, EXPERTS=num_experts, BINS=histogram_bins(num_experts),
+            ROWS=rows, BLOCK=pairs_of_a_step(num_pairs), num_warps=4,
         )  # fmt: skip
     return ExpertBlocks(pairs, experts, rows)

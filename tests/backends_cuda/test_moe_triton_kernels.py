@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,35 +21,48 @@ from halocline.hal.weight_codecs import quantize_weight
 from halocline.kernels_portable.expert_order import PairOrder
 
 
-class Products:
-    """`matmul_ogs` over rows that are sorted by expert: gathers on the way in, or scatters and sums on the way out."""
+@dataclass(frozen=True)
+class Blocks:
+    """`RaggedTensorMetadata`: sizes and starts of the experts' rows; blocks of rows are `test_moe.py`'s to check."""
 
-    GatherIndx = ScatterIndx = PrecisionConfig = FlexCtx = staticmethod(SimpleNamespace)
+    slice_sizes: Tensor
+    slice_offs: Tensor
+    block_offs_data: Tensor
+    block_schedule_data: Tensor
 
     @staticmethod
-    def RoutingData(gates: Tensor, counts: Tensor, experts: int, chosen: int, ragged: Any) -> SimpleNamespace:
+    def block_sizes() -> list[int]:
+        return [16, 32, 64, 128]
+
+
+class Products:
+    """`matmul_ogs` over rows that are sorted by expert; it may gather on the way in."""
+
+    GatherIndx = PrecisionConfig = FlexCtx = staticmethod(SimpleNamespace)
+
+    @staticmethod
+    def RoutingData(gates: Tensor, counts: Tensor, experts: int, chosen: int, blocks: Blocks) -> SimpleNamespace:
         assert counts.dtype == torch.int32
-        assert ragged == int(counts.sum()) == len(gates)
-        return SimpleNamespace(counts=counts, experts=experts, chosen=chosen)
+        assert blocks.slice_sizes is counts
+        return SimpleNamespace(counts=counts, starts=blocks.slice_offs, experts=experts, chosen=chosen, rows=len(gates))
 
     @staticmethod
     def matmul_ogs(
-        x: Tensor, w: Tensor, bias: None, routed: Any, *, gather_indx: Any = None, scatter_indx: Any = None,
-        precision_config: Any,
-    ) -> Tensor:  # fmt: skip
-        scale = decode_ue8m0(precision_config.weight_scale.transpose(-2, -1))
+        x: Tensor, w: Tensor, bias: None, routed: Any, *, gather_indx: Any = None, precision_config: Any
+    ) -> Tensor:
         codes = decode_e2m1(w.transpose(-2, -1).contiguous())
-        matrices = codes * scale.repeat_interleave(32, -1)
-        owners = torch.repeat_interleave(torch.arange(routed.experts), routed.counts.long())
-        rows = x if gather_indx is None else x[gather_indx.src_indx.long() // routed.chosen]
-        if gather_indx is not None:
-            order, inverse = gather_indx.src_indx.long(), gather_indx.dst_indx.long()
-            assert torch.equal(order[inverse], torch.arange(len(order)))
-        out = torch.einsum("pk,pnk->pn", rows.float(), matrices[owners]).to(x.dtype)
-        if scatter_indx is None:
-            return out
-        unsorted = out[scatter_indx.src_indx.long()]
-        return unsorted.view(-1, routed.chosen, out.shape[1]).float().sum(1).to(x.dtype)
+        scales = precision_config.weight_scale.transpose(-2, -1)
+        assert scales.shape[-1] % 4 == 0  # a step over K reads four
+        used = codes.shape[-1] // 32
+        assert not scales[..., used:].any()
+        matrices = codes * decode_ue8m0(scales[..., :used].contiguous()).repeat_interleave(32, -1)
+        out = torch.full((routed.rows, matrices.shape[1]), torch.nan, dtype=precision_config.out_dtype)
+        for expert in range(routed.experts):
+            rows = torch.arange(int(routed.starts[expert]), int(routed.starts[expert + 1]))
+            assert len(rows) == int(routed.counts[expert])
+            source = rows if gather_indx is None else gather_indx.src_indx[rows].long() // routed.chosen
+            out[rows] = (x[source].float() @ matrices[expert].T).to(out.dtype)
+        return out
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +71,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         FP4="fp4",
         wrap_torch_tensor=lambda t, dtype=None: t,
         convert_layout=lambda t, layout: t,
-        make_ragged_tensor_metadata=lambda counts, total: total,
+        RaggedTensorMetadata=Blocks,
     )
     layouts = SimpleNamespace(
         make_default_matmul_mxfp4_w_layout=lambda mx_axis: ("values", {}),
@@ -68,33 +82,45 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_triton_kernels, "round_activation", lambda x: round_activation(x.float()).to(x.dtype))
 
     def order_pairs(ids: Tensor, weights: Tensor, *, num_experts: int) -> PairOrder:
-        served = ids.flatten().clamp_min(0)
-        order = torch.sort(served, stable=True).indices
-        sorted_weights = torch.where(ids < 0, 0.0, weights).flatten()[order]
-        counts = torch.bincount(served, minlength=num_experts).int()
-        return PairOrder(order.int(), torch.argsort(order).int(), sorted_weights, counts)
+        flat = ids.flatten()
+        order = torch.sort(torch.where(flat < 0, num_experts, flat), stable=True).indices
+        served = int((flat >= 0).sum())
+        places = torch.argsort(order).masked_fill(flat < 0, -1)
+        counts = torch.bincount(flat[flat >= 0], minlength=num_experts).int()
+        starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).int().expand(5, -1)
+        sorted_weights = weights.flatten()[order]
+        sorted_weights[served:] = 0
+        order[served:] = -1
+        return PairOrder(order.int(), places.int(), sorted_weights, counts, starts, torch.empty(4, 0))
 
     monkeypatch.setattr(moe_triton_kernels, "order_pairs", order_pairs)
 
     def swiglu(gate_up: Tensor, *, limit: float, weights_P: Tensor, ids_P: Tensor, dtype: Any, rounding: str) -> Any:
-        assert bool((ids_P >= 0).all())
+        assert gate_up.dtype == torch.float32
         u = (_swiglu(gate_up, limit) * weights_P[:, None]).to(dtype)
+        u[ids_P < 0] = torch.nan
         return SimpleNamespace(rows_PI=round_activation(u.float()).to(dtype) if rounding == "values" else u)
 
     monkeypatch.setattr(moe_triton_kernels, "swiglu", swiglu)
+
+    def sum_experts(y: Tensor, ids: Tensor, *, out_dtype: Any, places_P: Tensor) -> Tensor:
+        assert torch.equal(places_P < 0, ids.flatten() < 0)
+        rows = torch.where((places_P >= 0)[:, None], y[places_P.long()].float(), 0.0)
+        return rows.view(*ids.shape, -1).sum(1).to(out_dtype)
+
+    monkeypatch.setattr(moe_triton_kernels, "sum_experts", sum_experts)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Between the products the library gives bfloat16, which may flip a step of the rounding to E4M3.
-@pytest.mark.parametrize(("activation", "bound"), [("none", 8e-3), ("fp8_group128", 2.5e-2)])
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_experts(activation: Any, bound: float, num_tokens: int) -> None:
-    gate_up = quantize_weight(normal(4, 2 * 64, 128, seed=1) / 11, WeightFormat.MXFP4)
-    down = quantize_weight(normal(4, 128, 64, seed=2) / 8, WeightFormat.MXFP4)
-    x = normal(num_tokens, 128, seed=3).bfloat16()
+@pytest.mark.parametrize("activation", ["none", "fp8_group128"])
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(1, 128), (7, 128), (7, 64)])
+def test_experts(activation: Any, num_tokens: int, hidden: int) -> None:
+    gate_up = quantize_weight(normal(4, 2 * 64, hidden, seed=1) / 11, WeightFormat.MXFP4)
+    down = quantize_weight(normal(4, hidden, 64, seed=2) / 8, WeightFormat.MXFP4)
+    x = normal(num_tokens, hidden, seed=3).bfloat16()
     ids = torch.rand(num_tokens, 4, generator=torch.Generator().manual_seed(4)).topk(3).indices.int()
     ids[-1, 1] = -1  # an expert of another rank
     routing = Routing(ids, normal(num_tokens, 3, seed=5).abs())
@@ -104,7 +130,7 @@ def test_experts(activation: Any, bound: float, num_tokens: int) -> None:
     expected = experts_reference(x, routing, theirs, limit=2.0)
     assert ours.num_experts == 4
     assert found.shape == expected.shape
-    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < bound
+    assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 8e-3
 
 
 def test_no_tokens() -> None:

@@ -13,7 +13,7 @@ from halocline.hal.formats import WeightFormat
 from halocline.hal.weight_codecs import dequantize, quantize_weight
 from halocline.kernels_portable.expert_alignment import align_experts
 from halocline.kernels_portable.expert_layer import ExpertMatrices, run_experts
-from halocline.kernels_portable.expert_order import order_pairs
+from halocline.kernels_portable.expert_order import BLOCK_SIZES, order_pairs
 from halocline.kernels_portable.expert_sum import sum_experts
 from halocline.kernels_portable.gemm_tiles import expert_tiles
 from halocline.kernels_portable.route_by_hash import route_by_hash
@@ -116,18 +116,43 @@ def test_alignment_is_stable_and_padded(tokens: int, experts: int, rows: int) ->
     assert blocks.pairs_N[: used * rows].tolist() == expected_pairs
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (37, 8), (300, 12), (600, 5)])
+@pytest.mark.parametrize(
+    ("tokens", "experts"), [(1, 1), (5, 2), (1, 3), (2, 4), (1, 8), (37, 8), (300, 12), (600, 5), (40, 256)]
+)
 def test_order_of_pairs_is_the_stable_one(tokens: int, experts: int) -> None:
+    """Pairs of other ranks have no place; the tables of blocks are those of a loop over experts."""
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, experts, (tokens, 3), generator=generator, dtype=torch.int32)
     weights = torch.rand(tokens, 3, generator=generator)
     found = order_pairs(ids, weights, num_experts=experts)
-    served = ids.flatten().clamp_min(0).long()  # -1 is some expert's, with weight 0
-    order = torch.sort(served, stable=True).indices
-    assert found.order_P.tolist() == order.tolist()
-    assert found.order_P[found.places_P.long()].tolist() == list(range(3 * tokens))
-    assert found.counts_E.tolist() == torch.bincount(served, minlength=experts).tolist()
-    torch.testing.assert_close(found.weights_P, torch.where(ids < 0, 0.0, weights).flatten()[order], atol=0, rtol=0)
+    flat = ids.flatten().tolist()
+    order = [pair for expert in range(experts) for pair, owner in enumerate(flat) if owner == expert]
+    missing = 3 * tokens - len(order)
+    assert found.order_P.tolist() == order + [-1] * missing
+    assert found.places_P.tolist() == [order.index(p) if flat[p] >= 0 else -1 for p in range(3 * tokens)]
+    expected = torch.cat([weights.flatten()[order], torch.zeros(missing)])
+    torch.testing.assert_close(found.weights_P, expected, atol=0, rtol=0)
+    counts = [flat.count(expert) for expert in range(experts)]
+    assert found.counts_E.tolist() == counts
+    assert found.starts_SE[0].tolist() == [sum(counts[:e]) for e in range(experts + 1)]
+    for size, rows in enumerate(BLOCK_SIZES):
+        blocks = [(n << 16) + e for e in range(experts) for n in range(-(-counts[e] // rows))]
+        firsts = [sum(-(-count // rows) for count in counts[:e]) for e in range(experts + 1)]
+        assert found.starts_SE[size + 1].tolist() == firsts
+        assert found.blocks_SB[size].tolist() == blocks + [-1] * (found.blocks_SB.shape[1] - len(blocks))
+    tables = (found.starts_SE, found.blocks_SB)
+    assert [table.stride(0) % 4 for table in tables] == [0, 0]
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 4])
+def test_alignment_of_few_experts(experts: int) -> None:
+    ids = torch.arange(21, dtype=torch.int32).view(7, 3) % (experts + 1) - 1
+    blocks = align_experts(ids, num_experts=experts, rows=16)
+    flat = ids.flatten().tolist()
+    mine = [[pair for pair, owner in enumerate(flat) if owner == expert] for expert in range(experts)]
+    used = sum(-(-len(pairs) // 16) for pairs in mine)
+    assert blocks.experts_B[:used].tolist() == [e for e in range(experts) for _ in range(-(-len(mine[e]) // 16))]
+    assert blocks.pairs_N[: 16 * used].tolist() == [p for m in mine for p in m + [-1] * (-len(m) % 16)]
 
 
 def test_the_number_of_blocks_holds_the_worst_case() -> None:
@@ -194,6 +219,17 @@ def test_sum_of_experts_leaves_out_other_ranks() -> None:
     y[4:] = torch.nan
     found = sum_experts(y, ids, out_dtype=torch.float32)
     assert torch.equal(found, torch.stack([y[0], y[2] + y[3], torch.zeros(4)]))
+
+
+def test_rows_that_lie_elsewhere_are_summed_too() -> None:
+    """Rows in the order of experts; a pair without a row adds nothing, whatever lies behind the last row."""
+    generator = torch.Generator().manual_seed(3)
+    y = torch.randn(6, 600, generator=generator)
+    y[5] = torch.nan
+    places = torch.tensor([4, 0, -1, 2, 1, 3], dtype=torch.int32)
+    ids = torch.tensor([[3, 0], [-1, 1], [0, 2]], dtype=torch.int32)
+    found = sum_experts(y, ids, out_dtype=torch.float32, places_P=places)
+    torch.testing.assert_close(found, torch.stack([y[4] + y[0], y[2], y[1] + y[3]]), rtol=0, atol=0)
 
 
 # ---- experts ------------------------------------------------------------------------------------------------------
