@@ -13,11 +13,11 @@ from torch import Tensor
 
 from halocline.kernels_portable.hadamard import transform_row
 from halocline.kernels_portable.page_rows import PageLayout, row_constants, store_rows
-from halocline.kernels_portable.rotary import rotate_pairs
+from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
 __all__ = ["StepRequests", "insert_entries", "most_tokens_of_a_request"]
 
-_CHUNK = 16  # rows that are pooled at a time
+_CHUNK = 32  # rows that are pooled at a time
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,10 +46,13 @@ class StepRequests:
 @triton.jit
 def _pooled_entry(
     values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, state_ptr, token, position, first_token, state_slot,
-    RATIO: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr,
-    LANES_IN: tl.constexpr, LANES: tl.constexpr,
+    STATE_STRIDE: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
+    WIDTH: tl.constexpr, LANES_IN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Lane-wise softmax over the SPAN rows that end at `position`, times their values: float32 (LANES,)."""
+    """Lane-wise softmax over the SPAN rows that end at `position`, times their values: float32 (LANES,).
+
+    A row lies in this step's tensors or in the state; its address is chosen, so that it is loaded once.
+    """
     lanes = tl.arange(0, LANES)[None, :]
     largest = tl.full((LANES,), float("-inf"), tl.float32)
     total = tl.zeros((LANES,), tl.float32)
@@ -61,18 +64,14 @@ def _pooled_entry(
         # Where blocks overlap, the older block gives its first lanes and the younger one its second half.
         lane = lanes + tl.where(place >= RATIO, SPAN // RATIO * WIDTH - WIDTH, 0)[:, None]
         exists = (at >= 0)[:, None] & (lanes < WIDTH)
-        fed = (token - back >= first_token)[:, None]
-        here = exists & fed
-        kept = exists & (fed == 0)
-        row = (token - back).to(tl.int64)[:, None]
-        bias = tl.load(bias_ptr + (at % RATIO)[:, None] * LANES_IN + lane, mask=here, other=0.0)
-        new_scores = tl.load(scores_ptr + row * scores_stride + lane, mask=here, other=0.0) + bias
-        new_values = tl.load(values_ptr + row * values_stride + lane, mask=here, other=0.0)
-        stored = state_ptr + ((state_slot * RING + at % RING) * (2 * LANES_IN))[:, None] + lane
-        old_values = tl.load(stored, mask=kept, other=0.0)
-        old_scores = tl.load(stored + LANES_IN, mask=kept, other=0.0)
-        scores = tl.where(exists, tl.where(fed, new_scores, old_scores), float("-inf"))
-        values = tl.where(fed, new_values, old_values)
+        is_new = (token - back >= first_token)[:, None]
+        row = (token - back).to(tl.int64)
+        kept = state_ptr + (state_slot * STATE_STRIDE + at % RING * (2 * LANES_IN))
+        value_row = tl.where(is_new, (values_ptr + row * values_stride)[:, None], kept[:, None])
+        score_row = tl.where(is_new, (scores_ptr + row * scores_stride)[:, None], (kept + LANES_IN)[:, None])
+        values = tl.load(value_row + lane, mask=exists, other=0.0)
+        scores = tl.load(score_row + lane, mask=exists, other=float("-inf"))
+        scores += tl.load(bias_ptr + (at % RATIO)[:, None] * LANES_IN + lane, mask=exists & is_new, other=0.0)
         new_largest = tl.maximum(largest, tl.max(scores, axis=0))
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         shrink = tl.exp(largest - base)
@@ -87,10 +86,10 @@ def _pooled_entry(
 def _insert_entries_kernel(  # size: pooling and remembering share the step's bookkeeping
     values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, weight_ptr, table_ptr, positions_ptr, requests_ptr,
     starts_ptr, seqlens_ptr, state_slots_ptr, token_pages_ptr, token_pages_stride, state_ptr, pages_ptr, eps,
-    POOL: tl.constexpr, REMEMBER: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr,
-    RING: tl.constexpr, LANES_IN: tl.constexpr, BLOCK_IN: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-    TRANSFORM: tl.constexpr, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    FNUZ: tl.constexpr, LANES: tl.constexpr,
+    POOL: tl.constexpr, REMEMBER: tl.constexpr, STATE_STRIDE: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr,
+    CHUNK: tl.constexpr, RING: tl.constexpr, LANES_IN: tl.constexpr, BLOCK_IN: tl.constexpr, WIDTH: tl.constexpr,
+    ROPE: tl.constexpr, TRANSFORM: tl.constexpr, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     position = tl.load(positions_ptr + token)
@@ -100,22 +99,23 @@ def _insert_entries_kernel(  # size: pooling and remembering share the step's bo
     state_slot = tl.load(state_slots_ptr + request).to(tl.int64)
     if POOL:  # noqa: SIM102 (decided at compile time)
         if (position + 1) % RATIO == 0:
+            # What the end needs is asked for first, so that it is there when the rows are pooled.
+            number = position // RATIO
+            page = tl.load(token_pages_ptr + request.to(tl.int64) * token_pages_stride + number // PAGE_ROWS)
+            lanes = tl.arange(0, LANES)[None, :]
+            gain = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
+            cos, sin = pair_turns(number * RATIO + tl.arange(0, 1), table_ptr, WIDTH - ROPE, ROPE, LANES)
             first_token = tl.load(starts_ptr + request)
             entry = _pooled_entry(
                 values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, state_ptr, token, position,
-                first_token, state_slot, RATIO, SPAN, CHUNK, RING, WIDTH, LANES_IN, LANES,
+                first_token, state_slot, STATE_STRIDE, RATIO, SPAN, CHUNK, RING, WIDTH, LANES_IN, LANES,
             )  # fmt: skip
             COMPUTE: tl.constexpr = tl.float32 if FORMAT == "float32" else tl.bfloat16
-            lanes = tl.arange(0, LANES)[None, :]
             row = tl.reshape(entry, (1, LANES)).to(COMPUTE).to(tl.float32)
-            gain = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
             row = row * tl.rsqrt(tl.sum(row * row, axis=1) / WIDTH + eps)[:, None] * gain
-            number = position // RATIO
-            row = rotate_pairs(row, number * RATIO + tl.arange(0, 1), table_ptr, WIDTH - ROPE, ROPE, False, 1, LANES)
-            row = row.to(COMPUTE).to(tl.float32)
+            row = turn_pairs(row, cos, sin, False, 1, LANES).to(COMPUTE).to(tl.float32)
             if TRANSFORM:
                 row = transform_row(row, LANES).to(COMPUTE).to(tl.float32)
-            page = tl.load(token_pages_ptr + request.to(tl.int64) * token_pages_stride + number // PAGE_ROWS)
             slot = page.to(tl.int64) * PAGE_ROWS + number % PAGE_ROWS + tl.arange(0, 1)
             store_rows(pages_ptr, slot, slot >= 0, row, WIDTH, ROPE, FORMAT, PAGE_ROWS, PAGE_STRIDE, FNUZ, 1, LANES)
     if REMEMBER:  # noqa: SIM102 (decided at compile time)
@@ -125,7 +125,7 @@ def _insert_entries_kernel(  # size: pooling and remembering share the step's bo
             bias = tl.load(bias_ptr + (position % RATIO) * LANES_IN + lanes_in, mask=inside, other=0.0)
             values = tl.load(values_ptr + token.to(tl.int64) * values_stride + lanes_in, mask=inside)
             scores = tl.load(scores_ptr + token.to(tl.int64) * scores_stride + lanes_in, mask=inside)
-            stored = state_ptr + (state_slot * RING + position % RING) * (2 * LANES_IN) + lanes_in
+            stored = state_ptr + (state_slot * STATE_STRIDE + position % RING * (2 * LANES_IN)) + lanes_in
             tl.store(stored, values, mask=inside)
             tl.store(stored + LANES_IN, scores + bias, mask=inside)
 
@@ -155,6 +155,7 @@ def insert_entries(
         norm_weight_D: (width,) gain.
         cos_sin_PR: (positions, rotary lanes) float32 table.
         state_SB2C: float32 (slots, ring rows, 2, lanes), refreshed in place: values, then scores with the bias.
+            Slots may lie apart (many rings in one buffer); what belongs to a slot is contiguous.
         pages: uint8 pages, written in place.
         layout: Of the pages.
         ratio: Tokens of a block; blocks overlap where the projected lanes are twice the width.
@@ -169,6 +170,9 @@ def insert_entries(
     lanes = max(64, triton.next_power_of_2(layout.width))
     if transform and lanes != layout.width:
         raise ValueError(f"a Walsh-Hadamard transform of {layout.width} lanes: a power of two from 64 is needed")
+    if state_SB2C.stride()[1:] != (2 * lanes_in, lanes_in, 1):
+        raise ValueError(f"state of strides {state_SB2C.stride()}: the rows of a slot must be contiguous")
+    num_warps = 4 if span * lanes <= 1024 else 8 if span <= _CHUNK else 16
     # One launch does both where no row that is still to be pooled can be overwritten by a row of this step.
     together = step.most_tokens <= ring - span + 1
     for pool, remember in [(True, True)] if together else [(True, False), (False, True)]:
@@ -176,9 +180,10 @@ def insert_entries(
             values_TC, scores_TC, values_TC.stride(0), scores_TC.stride(0), position_bias_RC, norm_weight_D,
             cos_sin_PR, step.positions_T, step.requests_T, step.query_starts_R1, step.seqlens_R, step.state_slots_R,
             step.token_pages_RP, step.token_pages_RP.stride(0), state_SB2C, pages, eps, POOL=pool, REMEMBER=remember,
-            RATIO=ratio, SPAN=span, CHUNK=min(span, _CHUNK), RING=ring, LANES_IN=lanes_in,
-            BLOCK_IN=triton.next_power_of_2(lanes_in), WIDTH=layout.width, ROPE=cos_sin_PR.shape[1],
-            TRANSFORM=transform, LANES=lanes, **row_constants(layout), num_warps=4,
+            STATE_STRIDE=state_SB2C.stride(0), RATIO=ratio, SPAN=span, CHUNK=min(span, _CHUNK), RING=ring,
+            LANES_IN=lanes_in, BLOCK_IN=triton.next_power_of_2(lanes_in), WIDTH=layout.width,
+            ROPE=cos_sin_PR.shape[1], TRANSFORM=transform, LANES=lanes, **row_constants(layout),
+            num_warps=num_warps if pool else 4,
         )  # fmt: skip
 
 
