@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda.gemm_deep_gemm import deep_gemm
+from halocline.backends_cuda.gemm_deep_gemm import SCALE_ORDER, deep_gemm
 from halocline.backends_triton.gemm_triton import TritonWeight, prepare_weight
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import Weight
@@ -40,8 +40,10 @@ def output_deep_gemm(
         raise ShapeError(f"groups of {rows} x {lanes} in {wo_a.format.value}: FP8 in whole blocks of 128 is needed")
     out_TGR = torch.empty((num_tokens, num_groups, rows), dtype=torch.bfloat16, device=out_THD.device)
     if num_tokens:
-        codes, scales = rotate_back_and_quantize(out_THD, plan.batch.positions_T, rope.cos_sin_PR, fp8_dialect="ocp")
-        x = codes.view(num_tokens, num_groups, lanes), scales.view(num_tokens, num_groups, lanes // 128)
+        codes, scales = rotate_back_and_quantize(
+            out_THD, plan.batch.positions_T, rope.cos_sin_PR, fp8_dialect="ocp", scale_order=SCALE_ORDER
+        )
+        x = codes.view(num_tokens, num_groups, lanes), scales.unflatten(1, (num_groups, lanes // 128))
         w = (
             wo_a.data.view(num_groups, rows, lanes),
             wo_a.scale.view(num_groups, rows // 128, lanes // 128),

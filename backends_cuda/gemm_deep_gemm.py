@@ -14,9 +14,11 @@ from halocline.hal.formats import Weight
 from halocline.hal.op import implements
 from halocline.hal.ops.gemm import PreparedWeight, linear, prepare_linear
 from halocline.hal.runtime import import_provider
-from halocline.kernels_portable.quantize_activation import quantize_activation
+from halocline.kernels_portable.quantize_activation import ScaleOrder, quantize_activation
 
-__all__ = ["deep_gemm", "linear_deep_gemm", "prepare_linear_deep_gemm"]
+__all__ = ["SCALE_ORDER", "deep_gemm", "linear_deep_gemm", "prepare_linear_deep_gemm"]
+
+SCALE_ORDER: ScaleOrder = "groups"  # any other order is brought into this one by a launch in each product
 
 
 def deep_gemm() -> Any:
@@ -43,7 +45,7 @@ def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.d
         return linear_triton(x_TK, weight, out_dtype=out_dtype)
     out_TN = torch.empty((x_TK.shape[0], weight.shape[0]), dtype=out_dtype, device=x_TK.device)
     if x_TK.shape[0]:
-        rows = quantize_activation(x_TK, fp8_dialect="ocp")
+        rows = quantize_activation(x_TK, fp8_dialect="ocp", scale_order=SCALE_ORDER)
         deep_gemm().fp8_gemm_nt(rows, (weight.data, weight.scale), out_TN, disable_ue8m0_cast=True)
     return out_TN
 

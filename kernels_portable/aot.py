@@ -90,6 +90,8 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
         if isinstance(value, Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
             attributes[(place,)] = [["tt.divisibility", 16]]
+        elif parameter.do_not_specialize and isinstance(value, int):
+            signature[parameter.name] = "i32"
         elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, int):

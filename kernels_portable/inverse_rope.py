@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halocline.kernels_portable.number_codes import power_of_two
-from halocline.kernels_portable.quantize_activation import GROUP, group_codes
+from halocline.kernels_portable.quantize_activation import GROUP, ScaleOrder, empty_scales, group_codes, stride_of
 from halocline.kernels_portable.rotary import rotate_pairs
 
 __all__ = ["rotate_back", "rotate_back_and_quantize"]
@@ -18,10 +18,11 @@ __all__ = ["rotate_back", "rotate_back_and_quantize"]
 _HEADS = 4  # heads of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _rotate_back_kernel(
-    x_ptr, positions_ptr, table_ptr, out_ptr, scales_ptr, x_stride, num_heads, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-    CODES: tl.constexpr, FNUZ: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
+    x_ptr, positions_ptr, table_ptr, out_ptr, scales_ptr, x_stride, scale_stride, num_heads, WIDTH: tl.constexpr,
+    ROPE: tl.constexpr, CODES: tl.constexpr, FNUZ: tl.constexpr, ROWS_FIRST: tl.constexpr, HEADS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -38,21 +39,23 @@ def _rotate_back_kernel(
         tl.store(out, tl.reshape(codes, (HEADS, LANES)), mask=inside)
         scale = tl.reshape(power_of_two(exponent + (1 if FNUZ else 0)), (HEADS, GROUPS))
         group = tl.arange(0, GROUPS)[None, :]
-        place = (token * num_heads + heads)[:, None] * (WIDTH // 128) + group
+        column = heads[:, None] * (WIDTH // 128) + group
+        place = token * scale_stride + column if ROWS_FIRST else column.to(tl.int64) * scale_stride + token
         tl.store(scales_ptr + place, scale, mask=(heads < num_heads)[:, None] & (group < WIDTH // 128))
     else:
         tl.store(out, x, mask=inside)
 
 
 def _launch(
-    x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, out: Tensor, scales: Tensor, *, codes: bool, fnuz: bool
-) -> None:
+    x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, out: Tensor, scales: Tensor, *, codes: bool, fnuz: bool,
+    scale_stride: int, rows_first: bool,
+) -> None:  # fmt: skip
     num_tokens, num_heads, width = x_THD.shape
     x_THD = x_THD if x_THD.stride()[1:] == (width, 1) else x_THD.contiguous()
     if num_tokens:
         _rotate_back_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
-            x_THD, positions_T, cos_sin_PR, out, scales, x_THD.stride(0), num_heads, WIDTH=width,
-            ROPE=cos_sin_PR.shape[1], CODES=codes, FNUZ=fnuz, HEADS=_HEADS,
+            x_THD, positions_T, cos_sin_PR, out, scales, x_THD.stride(0), scale_stride, num_heads,
+            WIDTH=width, ROPE=cos_sin_PR.shape[1], CODES=codes, FNUZ=fnuz, ROWS_FIRST=rows_first, HEADS=_HEADS,
             LANES=max(128, triton.next_power_of_2(width)), num_warps=4,
         )  # fmt: skip
 
@@ -69,14 +72,23 @@ def rotate_back(x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor) -> Tenso
         Contiguous, shape and element type of `x_THD`.
     """
     out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    _launch(x_THD, positions_T, cos_sin_PR, out, out, codes=False, fnuz=False)
+    _launch(
+        x_THD, positions_T, cos_sin_PR, out, out, codes=False, fnuz=False, scale_stride=0, rows_first=True
+    )  # fmt: skip
     return out
 
 
 def rotate_back_and_quantize(
-    x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, fp8_dialect: Literal["ocp", "fnuz"]
+    x_THD: Tensor,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor,
+    *,
+    fp8_dialect: Literal["ocp", "fnuz"],
+    scale_order: ScaleOrder = "rows",
 ) -> tuple[Tensor, Tensor]:
     """Rotates back, rounds to the type of `x_THD`, then to E4M3 in groups of 128 lanes.
+
+    Scales lie in memory as `quantize_activation` says.
 
     Returns:
         float8 codes (tokens, heads * lanes) and float32 scales (tokens, heads * lanes / 128).
@@ -86,6 +98,9 @@ def rotate_back_and_quantize(
         raise ValueError(f"heads of {width} lanes: groups of {GROUP} lanes would straddle them")
     kind = torch.float8_e4m3fnuz if fp8_dialect == "fnuz" else torch.float8_e4m3fn
     codes = torch.empty((num_tokens, num_heads * width), dtype=kind, device=x_THD.device)
-    scales = torch.empty((num_tokens, num_heads * width // GROUP), dtype=torch.float32, device=x_THD.device)
-    _launch(x_THD, positions_T, cos_sin_PR, codes.view(torch.uint8), scales, codes=True, fnuz=fp8_dialect == "fnuz")
+    scales = empty_scales(num_tokens, num_heads * width // GROUP, scale_order, x_THD.device)
+    _launch(
+        x_THD, positions_T, cos_sin_PR, codes.view(torch.uint8), scales, codes=True, fnuz=fp8_dialect == "fnuz",
+        scale_stride=stride_of(scales, scale_order), rows_first=scale_order == "rows",
+    )  # fmt: skip
     return codes, scales

@@ -22,11 +22,19 @@ from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.ops.indexer import IndexQuery
 from halocline.hal.ops.rope import RopeTable
 from halocline.hal.weight_codecs import quantize_weight
+from halocline.kernels_portable.quantize_activation import empty_scales
 
 
 def values(codes: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     wide = scales.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return codes.float() * wide[..., : codes.shape[-2], : codes.shape[-1]]
+
+
+def is_taken_as_it_is(scales: Tensor) -> bool:
+    """Whether scales (..., rows, groups) need no launch that transposes them: groups begin at steps of 16 bytes."""
+    *stack, rows, groups = scales.shape
+    whole = -(-rows // 4) * 4
+    return scales.stride() == (*(whole * groups for _ in stack), 1, whole)
 
 
 class Library:
@@ -40,10 +48,12 @@ class Library:
         assert disable_ue8m0_cast, "sm_90 reads float32 scales"
         assert d.dtype == torch.bfloat16
         assert all(t.dtype == torch.float8_e4m3fn for t in (a[0], b[0]))
+        assert is_taken_as_it_is(a[1])
         d.copy_(values(*a, (1, 128)) @ values(*b, (128, 128)).T)
 
     def fp8_einsum(self, text: str, a: Any, b: Any, d: Tensor, *, recipe: tuple[int, int, int]) -> None:
         assert (text, recipe) == ("bhr,hdr->bhd", (1, 128, 128))
+        assert is_taken_as_it_is(a[1].permute(1, 0, 2))
         d.copy_(torch.einsum(text, values(*a, (1, 128)), values(*b, (128, 128))))
 
     def get_num_sms(self) -> int:
@@ -99,9 +109,10 @@ def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return (torch.relu(q.float() @ keys.T) * weights[:, None]).sum(0)
 
 
-def quantized(x: Tensor, *, fp8_dialect: str) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, *, fp8_dialect: str, scale_order: Any) -> tuple[Tensor, Tensor]:
     codes, scale = quantize_fp8_groups(x.float(), 128)
-    return codes.view(torch.float8_e4m3fn), decode_ue8m0(scale)
+    scales = empty_scales(*scale.shape, scale_order, torch.device("cpu"))
+    return codes.view(torch.float8_e4m3fn), scales.copy_(decode_ue8m0(scale))
 
 
 @pytest.fixture
@@ -145,9 +156,11 @@ def test_output(library: Library, make_step: Callable[..., Any], monkeypatch: py
     rope = RopeTable(cos_sin_PR=normal(2048, 64))
     weight = quantize_weight(normal(2 * 128, 2 * 512), WeightFormat.FP8_BLOCK)
 
-    def rotate(x: Tensor, positions: Tensor, table: Tensor, *, fp8_dialect: str) -> tuple[Tensor, Tensor]:
+    def rotate(
+        x: Tensor, positions: Tensor, table: Tensor, *, fp8_dialect: str, scale_order: Any
+    ) -> tuple[Tensor, Tensor]:
         turned = rotate_tail(x.float(), RopeTable(cos_sin_PR=table), positions, inverse=True).to(x.dtype)
-        return quantized(turned.flatten(1), fp8_dialect=fp8_dialect)
+        return quantized(turned.flatten(1), fp8_dialect=fp8_dialect, scale_order=scale_order)
 
     monkeypatch.setattr(attention_deep_gemm, "rotate_back_and_quantize", rotate)
     x = normal(3, 4, 512, seed=2).bfloat16()

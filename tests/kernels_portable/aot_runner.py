@@ -30,8 +30,8 @@ REPORT = Path(__file__).with_name("isa_report.json")
 COLUMNS = ("kernel", "arch", "config", "vgpr", "agpr", "sgpr", "vgpr_spills", "scratch", "lds", "mfma")
 # Upper-case constants that only repeat a size of the model or of a page say nothing about the choice of tiles.
 SIZES = {
-    "WIDTH", "ROPE", "PAGE_ROWS", "PAGE_STRIDE", "STATE_STRIDE", "WINDOW_PAGE_ROWS", "WINDOW_PAGE_STRIDE", "WINDOW_ENTRIES", "HIDDEN",
-    "VOCABULARY", "N", "K", "FNUZ", "WINDOW_FNUZ", "KIND",
+    "WIDTH", "ROPE", "PAGE_ROWS", "PAGE_STRIDE", "WINDOW_PAGE_ROWS", "WINDOW_PAGE_STRIDE", "WINDOW_ENTRIES", "HIDDEN",
+    "STATE_STRIDE", "VOCABULARY", "N", "K", "FNUZ", "WINDOW_FNUZ", "KIND",
 }  # fmt: skip
 
 

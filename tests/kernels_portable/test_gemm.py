@@ -66,6 +66,17 @@ def test_activations_are_rounded_in_groups(rows: int, lanes: int, dtype: torch.d
     assert torch.equal(round_activation(x).double(), _rounded(x))
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5, 17])
+def test_scales_of_a_group_side_by_side(rows: int) -> None:
+    """Their values are the same; a group of all rows begins at a step of 16 bytes."""
+    x = _rows(rows, 320, torch.bfloat16)
+    codes, scales = quantize_activation(x, fp8_dialect="ocp")
+    other_codes, other = quantize_activation(x, fp8_dialect="ocp", scale_order="groups")
+    assert torch.equal(other_codes.view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(other, scales)
+    assert other.stride() == (1, -(-rows // 4) * 4)
+
+
 @pytest.mark.parametrize(
     ("largest", "scale"),
     [(448.0, 1.0), (448.0 * 2**-9, 2.0**-9), (448.00003, 2.0), (0.0, 2.0**-22), (1.75 * 2**20, 2.0**12)],
@@ -189,6 +200,9 @@ def test_outputs_are_rotated_back(
         codes, scales = rotate_back_and_quantize(x, positions, table, fp8_dialect=dialect)
         values = codes.double() * scales.double().repeat_interleave(128, dim=1)
         assert torch.equal(values, _rounded(found.flatten(1)))
+        _, other = rotate_back_and_quantize(x, positions, table, fp8_dialect=dialect, scale_order="groups")
+        assert torch.equal(other, scales)
+        assert other.stride() == (1, -(-tokens // 4) * 4)
 
 
 def test_rotating_there_and_back_is_the_identity(
