@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halocline.kernels_portable.stream_mix import mix_streams, mixing_logits
+from halocline.kernels_portable.stream_mix import mix_streams, mixing_logits, mixing_scale
 
 __all__ = ["collapse_streams"]
 
-_LANES = 1024  # hidden lanes of a program
+_LANES = 512  # hidden lanes of a program
 
 
 @triton.jit
@@ -21,12 +21,13 @@ def _collapse_streams_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, N)
-    logits = mixing_logits(logits_ptr, squares_ptr, token, num_tokens, stream, norm_eps, N, N * HIDDEN, SPLITS)
-    pre = tl.sigmoid(logits * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
     lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
     place = token * (N * HIDDEN) + stream[:, None] * HIDDEN + lanes[None, :]
-    old = tl.load(streams_ptr + place, mask=(lanes < HIDDEN)[None, :], other=0.0).to(tl.float32)
-    x = tl.sum(pre[:, None] * old, axis=0)
+    old = tl.load(streams_ptr + place, mask=(lanes < HIDDEN)[None, :], other=0.0)
+    scale = mixing_scale(squares_ptr, token, num_tokens, norm_eps, N * HIDDEN, SPLITS)
+    logits = mixing_logits(logits_ptr, scale, token, num_tokens, 0, N, N, SPLITS)
+    pre = tl.sigmoid(logits * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
+    x = tl.sum(pre[:, None] * old.to(tl.float32), axis=0)
     tl.store(x_ptr + token * HIDDEN + lanes, x.to(x_ptr.dtype.element_ty), mask=lanes < HIDDEN)
 
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from halocline.kernels_portable.number_codes import split_float32
 from halocline.kernels_portable.target import Target
 
-__all__ = ["MixParts", "mix_streams", "mixing_logits", "num_mix_splits"]
+__all__ = ["MixParts", "mix_streams", "mixing_logits", "mixing_scale", "num_mix_splits"]
 
 _TOKENS = 16  # tokens of a program
 _LANES = {torch.bfloat16: 128, torch.float32: 64}  # lanes of a step
-_MOST_SPLITS = 32
+_MOST_SPLITS = 128
 
 
 class MixParts(NamedTuple):
@@ -33,7 +33,7 @@ class MixParts(NamedTuple):
 
 def num_mix_splits(target: Target, *, num_tokens: int, lanes: int, batch_invariant: bool) -> int:
     """Parts into which C is divided: a power of two; one size for all token counts if that is asked."""
-    most = min(_MOST_SPLITS, int(triton.next_power_of_2(triton.cdiv(lanes, 512))))
+    most = min(_MOST_SPLITS, int(triton.next_power_of_2(triton.cdiv(lanes, _LANES[torch.bfloat16]))))
     if batch_invariant:
         return min(most, 8)
     wanted = 2 * target.num_processors // max(1, -(-num_tokens // _TOKENS))
@@ -41,18 +41,22 @@ def num_mix_splits(target: Target, *, num_tokens: int, lanes: int, batch_invaria
 
 
 @triton.jit
+def mixing_scale(squares_ptr, token, num_tokens, eps, LANES: tl.constexpr, SPLITS: tl.constexpr):
+    """One over the root mean square of the streams of one token."""
+    squares = tl.load(squares_ptr + tl.arange(0, SPLITS) * num_tokens + token)
+    return tl.rsqrt(tl.sum(squares, axis=0) / LANES + eps)
+
+
+@triton.jit
 def mixing_logits(
-    logits_ptr, squares_ptr, token, num_tokens, columns, eps, ROWS: tl.constexpr, LANES: tl.constexpr,
+    logits_ptr, scale, token, num_tokens, FIRST: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one token at `columns`, summed over the parts and divided by the streams' root mean square."""
-    total = tl.zeros(columns.shape, tl.float32)
-    squares = 0.0
-    for split in range(SPLITS):
-        row = split * num_tokens + token
-        total += tl.load(logits_ptr + row * ROWS + columns)
-        squares += tl.load(squares_ptr + row)
-    return total * tl.rsqrt(squares / LANES + eps)
+    """Logits (COLUMNS,) of one token from row FIRST of the matrix on: summed over the parts, then scaled."""
+    splits = tl.arange(0, SPLITS)[:, None]
+    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
+    parts = tl.load(logits_ptr + (splits * num_tokens + token) * ROWS + columns)
+    return tl.sum(parts, axis=0) * scale
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halocline.kernels_portable.stream_mix import mix_streams, mixing_logits
+from halocline.kernels_portable.stream_mix import mix_streams, mixing_logits, mixing_scale
 
 __all__ = ["read_streams"]
 
-_LANES = 1024  # hidden lanes of a program
+_LANES = 512  # hidden lanes of a program
 
 
 @triton.jit
@@ -30,28 +30,32 @@ def _sinkhorn(comb, eps, ROUNDS: tl.constexpr):
 @triton.jit
 def _read_streams_kernel(
     streams_ptr, logits_ptr, squares_ptr, base_ptr, scale_ptr, x_ptr, post_ptr, comb_ptr, num_tokens, norm_eps, hc_eps,
-    ROUNDS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, HIDDEN: tl.constexpr, LANES: tl.constexpr,
+    ROUNDS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
+    """The last program of a token computes what is written back, the others parts of the site's input."""
     token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     ROWS: tl.constexpr = (2 + N) * N
     stream = tl.arange(0, N)
-    logits = mixing_logits(logits_ptr, squares_ptr, token, num_tokens, stream, norm_eps, ROWS, N * HIDDEN, SPLITS)
-    pre = tl.sigmoid(logits * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
-    lanes = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    inside = (lanes < HIDDEN)[None, :]
-    old = tl.load(
-        streams_ptr + token * (N * HIDDEN) + stream[:, None] * HIDDEN + lanes[None, :], mask=inside, other=0.0
-    )
-    x = tl.sum(pre[:, None] * old.to(tl.float32), axis=0)
-    tl.store(x_ptr + token * HIDDEN + lanes, x.to(x_ptr.dtype.element_ty), mask=lanes < HIDDEN)
-    if tl.program_id(1) == 0:
-        post = mixing_logits(logits_ptr, squares_ptr, token, num_tokens, N + stream, norm_eps, ROWS, N * HIDDEN, SPLITS)
+    if part < PARTS:
+        lanes = part * LANES + tl.arange(0, LANES)
+        inside = (lanes < HIDDEN)[None, :]
+        old = tl.load(
+            streams_ptr + token * (N * HIDDEN) + stream[:, None] * HIDDEN + lanes[None, :], mask=inside, other=0.0
+        )
+        scale = mixing_scale(squares_ptr, token, num_tokens, norm_eps, N * HIDDEN, SPLITS)
+        logits = mixing_logits(logits_ptr, scale, token, num_tokens, 0, N, ROWS, SPLITS)
+        pre = tl.sigmoid(logits * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
+        x = tl.sum(pre[:, None] * old.to(tl.float32), axis=0)
+        tl.store(x_ptr + token * HIDDEN + lanes, x.to(x_ptr.dtype.element_ty), mask=lanes < HIDDEN)
+    else:
+        scale = mixing_scale(squares_ptr, token, num_tokens, norm_eps, N * HIDDEN, SPLITS)
+        post = mixing_logits(logits_ptr, scale, token, num_tokens, N, N, ROWS, SPLITS)
+        comb = tl.reshape(mixing_logits(logits_ptr, scale, token, num_tokens, 2 * N, N * N, ROWS, SPLITS), (N, N))
         post = 2 * tl.sigmoid(post * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + stream))
         tl.store(post_ptr + token * N + stream, post)
         cell = stream[:, None] * N + stream[None, :]
-        comb = mixing_logits(
-            logits_ptr, squares_ptr, token, num_tokens, 2 * N + cell, norm_eps, ROWS, N * HIDDEN, SPLITS
-        )
         comb = comb * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * N + cell)
         comb = tl.exp(comb - tl.max(comb, axis=1)[:, None])
         comb = comb / tl.sum(comb, axis=1)[:, None] + hc_eps
@@ -95,8 +99,10 @@ def read_streams(
     if num_tokens:
         parts = mix_streams(streams_TND, fn_MC, num_splits=num_splits)
         lanes = min(_LANES, triton.next_power_of_2(hidden))
-        _read_streams_kernel[(num_tokens, triton.cdiv(hidden, lanes))](
+        num_parts = triton.cdiv(hidden, lanes)
+        _read_streams_kernel[(num_tokens, num_parts + 1)](
             streams_TND, parts.logits_STM, parts.squares_ST, base_M, scale_3, x, post, comb, num_tokens, norm_eps,
-            hc_eps, ROUNDS=sinkhorn_iterations, SPLITS=num_splits, N=n, HIDDEN=hidden, LANES=lanes, num_warps=4,
+            hc_eps, ROUNDS=sinkhorn_iterations, SPLITS=num_splits, N=n, HIDDEN=hidden,
+            PARTS=num_parts, LANES=lanes, num_warps=4,
         )  # fmt: skip
     return x, post, comb
