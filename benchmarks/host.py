@@ -170,7 +170,7 @@ def decode_engine(batch: int) -> Engine:
     engine = make_engine(batch, max_step_tokens=8192)
     for seed in range(batch):
         add_request(engine, CONTEXT - 37 * (seed % 64), seed)
-    while len(engine.scheduler._decoding) < batch:
+    while len(engine.groups[0].scheduler._decoding) < batch:
         engine.step()
     for _ in range(64):
         engine.step()
@@ -202,7 +202,7 @@ def prefill_rows(rounds: int) -> list[Row]:
     engine = make_engine(128, max_step_tokens=8192 + 64)
     for seed in range(64):
         add_request(engine, CONTEXT - 37 * seed, seed)
-    while len(engine.scheduler._decoding) < 64:
+    while len(engine.groups[0].scheduler._decoding) < 64:
         engine.step()
     medians = []
     for part in range(rounds):

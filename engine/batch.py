@@ -43,7 +43,8 @@ class Batch:
         chunks: Prefill, in order.
         sampled_requests: Requests that get a token: those that decode, then the chunks that sample.
         sampled_rows: Their engine rows.
-        restores: State slots to copy before the step: source, target.
+        copies: State slots to copy before the step: source, target. What the last step has reached.
+        restores: The same, after these: what requests resume from.
         num_tokens: Tokens of the step.
     """
 
@@ -52,6 +53,7 @@ class Batch:
     chunks: list[Chunk] = field(default_factory=list)
     sampled_requests: list[Request] = field(default_factory=list)
     sampled_rows: tuple[int, ...] = ()
+    copies: list[tuple[int, int]] = field(default_factory=list)
     restores: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
 

@@ -1,256 +1,139 @@
-"""BatchBuilder: from a step's numbers to `BatchMetadata` in persistent buffers, with one upload.
+"""BatchBuilder: from a step's numbers to its plan. The host's half of a step; `step_tensors` is the other.
 
-Everything a step brings lies in one host buffer (pinned where there is a device) that is copied as a whole to one
-device buffer at a fixed address; the tensors of a step are views of it. Page tables stay on the device: the upload
-carries only the entries that changed, and the rows of a step are gathered there. Tokens sampled by the last step never
-visit the host either: they are taken from a device buffer by engine row.
+Everything a step brings is written into one host buffer (pinned where there is a device), which is uploaded, and sent
+to other ranks, as a whole. Page tables stay on the device: a plan carries only the entries that changed. Tokens
+sampled by the last step never visit the host either: the device takes them from a buffer by engine row.
 
 Host buffers alternate, because the copy of the last step may still be under way when the next one is filled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from halocline.hal.ops.batch import BatchMetadata
+from halocline.engine.step_plan import StepLayout, StepPlan, StepShape
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
     from torch import Tensor
 
     from halocline.engine.batch import Batch
     from halocline.engine.row_table import PageTable, RowTable
 
-__all__ = ["BatchBuilder", "DeviceTable", "StepBuffers"]
+__all__ = ["BatchBuilder", "HostBuffers", "padding_plan", "step_layouts"]
 
 _MIN_CHANGES = 256
 
-
-class _Section:
-    """Offset and length of one array in a step buffer, in bytes."""
-
-    def __init__(self, offset: int, length: int, dtype: torch.dtype) -> None:
-        self.length = length
-        self.dtype = dtype
-        self.start = offset
-        self.stop = offset + length * dtype.itemsize
-
-    def view(self, buffer: Tensor) -> Tensor:
-        return buffer[self.start : self.stop].view(self.dtype)
+Arrays = dict[str, "NDArray[Any]"]
 
 
-class StepBuffers:
-    """The arrays of a step at capacity: two host buffers, one device buffer.
+def step_layouts(num_rows: int, max_step_tokens: int, page_units: Sequence[int]) -> tuple[StepLayout, StepLayout]:
+    """Layouts of steps that only decode, and of steps with prefill.
+
+    Decode steps have buffers of their own, so that their plan and their graphs stay small.
+
+    Args:
+        num_rows: Engine rows.
+        max_step_tokens: Tokens of a step.
+        page_units: Positions of a column in each page table.
+    """
+    changes = max(_MIN_CHANGES, 4 * num_rows)
+    decode = StepLayout(num_rows, num_rows, changes)
+    return decode, StepLayout(max_step_tokens, num_rows, changes + 2 * (max_step_tokens // min(page_units)))
+
+
+class HostBuffers:
+    """Two host buffers of one layout, filled in turn.
 
     Attributes:
-        max_tokens: Tokens that fit.
-        max_requests: Requests that fit.
-        max_changes: Page table entries that one upload carries, of each table.
-        tensors: Device views by name.
+        layout: Of both.
+        max_changes: Page table entries that one plan carries, of each table.
     """
 
-    def __init__(self, max_tokens: int, max_requests: int, max_changes: int, device: torch.device) -> None:
-        self.max_tokens = max_tokens
-        self.max_requests = max_requests
-        self.max_changes = max_changes
-        long, int32 = torch.int64, torch.int32
-        sizes = {
-            "rows": (max_requests, long),
-            "sampled_rows": (max_requests, long),
-            "sampled_tokens": (max_requests, long),
-            "window_cells": (max_changes, long),
-            "token_cells": (max_changes, long),
-            "window_values": (max_changes, int32),
-            "token_values": (max_changes, int32),
-            "query_starts": (max_requests + 1, int32),
-            "seqlens": (max_requests, int32),
-            "state_slots": (max_requests, int32),
-            "token_ids": (max_tokens, int32),
-            "positions": (max_tokens, int32),
-            "token_requests": (max_tokens, int32),
-        }
-        sections: dict[str, _Section] = {}
-        offset = 0
-        for name, (length, dtype) in sizes.items():
-            sections[name] = _Section(offset, length, dtype)
-            offset = -(-sections[name].stop // 8) * 8
-        pin = device.type != "cpu"
-        self._host = [torch.zeros(offset, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
-        self._device = torch.zeros(offset, dtype=torch.uint8, device=device)
-        self._arrays = [{n: s.view(host).numpy() for n, s in sections.items()} for host in self._host]
+    def __init__(self, layout: StepLayout, *, pin: bool) -> None:
+        self.layout = layout
+        self.max_changes = layout.max_changes
+        self._packed = [torch.zeros(layout.nbytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._arrays = [{n: view.numpy() for n, view in layout.views(packed).items()} for packed in self._packed]
+        self._short = [packed[: layout.nbytes_without_changes] for packed in self._packed]
         self._turn = 0
-        self.tensors = {name: section.view(self._device) for name, section in sections.items()}
 
-    def next_arrays(self) -> dict[str, NDArray[Any]]:
-        """The host arrays to fill for the next upload."""
+    def next_arrays(self) -> Arrays:
+        """The arrays to fill for the next plan."""
         self._turn ^= 1
         return self._arrays[self._turn]
 
-    def upload(self, *, wait: bool = False) -> None:
-        """Copies the host buffer that was filled last; with `wait` it may be filled again at once."""
-        self._device.copy_(self._host[self._turn], non_blocking=not wait)
-
-
-class DeviceTable:
-    """A page table on the device: all engine rows, and the rows of a step in the order of the step.
-
-    The step's table keeps its row stride at capacity, and columns that nobody uses are -1 in every row. The row behind
-    the last engine row is empty; padding reads it.
-    """
-
-    def __init__(self, host: PageTable, max_requests: int, device: torch.device) -> None:
-        num_rows, num_columns = host.pages.shape
-        self._host = host
-        self._all = torch.full((num_rows + 1, num_columns), -1, dtype=torch.int32, device=device)
-        self._flat = self._all.view(-1)
-        self.step_pages = torch.full((max_requests, num_columns), -1, dtype=torch.int32, device=device)
-        self._used = 0
-
-    def stage(self, cells: NDArray[np.int64], values: NDArray[np.int32], changed: NDArray[np.int64]) -> int:
-        """Writes changes into the arrays of an upload. A cell that is named twice carries its last value twice."""
-        count = len(changed)
-        cells[:count] = changed
-        values[:count] = self._host.pages.reshape(-1)[changed]
-        return count
-
-    def apply(self, cells: Tensor, values: Tensor, count: int) -> None:
-        """Applies uploaded changes."""
-        if count:
-            self._flat.index_copy_(0, cells[:count], values[:count])
-
-    def resync(self) -> None:
-        """Copies the whole table, after a step that failed on its way to the device."""
-        self._host.take_changes()
-        self._all[:-1].copy_(torch.from_numpy(self._host.pages))
-
-    def gather(self, rows: Tensor, count: int, num_positions: int) -> None:
-        """Fills the first rows of the step's table, in all columns that were or will be used."""
-        columns = -(-num_positions // self._host.unit)
-        width = min(max(columns, self._used), self._host.num_columns)
-        self._used = columns
-        if count and width:
-            torch.index_select(self._all[:, :width], 0, rows[:count], out=self.step_pages[:count, :width])
+    def packed(self, *, with_changes: bool) -> Tensor:
+        """What was filled last."""
+        return (self._packed if with_changes else self._short)[self._turn]
 
 
 class BatchBuilder:
-    """Builds the tensors of steps.
+    """Builds the plans of one attention group's steps.
 
     Attributes:
-        last_ids: int32 token that each engine row sampled last, on the device; one row more for padding.
         decode: Buffers of steps that only decode.
         mixed: Buffers of steps with prefill.
     """
 
-    def __init__(self, table: RowTable, *, max_step_tokens: int, max_positions: int, device: torch.device) -> None:
+    def __init__(self, table: RowTable, *, max_step_tokens: int, max_positions: int, pin: bool = False) -> None:
         rows = table.num_rows
         self._table = table
         self._max_positions = max_positions
-        self._window = DeviceTable(table.window, rows, device)
-        self._tokens = DeviceTable(table.tokens, rows, device)
         self._range = np.arange(rows + 1, dtype=np.int32)
-        self._decode_views: dict[tuple[int, int], BatchMetadata] = {}
-        self.last_ids = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        changes = max(_MIN_CHANGES, 4 * rows)
-        self.decode = StepBuffers(rows, rows, changes, device)
-        changes += 2 * (max_step_tokens // min(table.window.unit, table.tokens.unit))
-        self.mixed = StepBuffers(max_step_tokens, rows, changes, device)
+        decode, mixed = step_layouts(rows, max_step_tokens, (table.window.unit, table.tokens.unit))
+        self.decode = HostBuffers(decode, pin=pin)
+        self.mixed = HostBuffers(mixed, pin=pin)
 
-    def build(self, batch: Batch, *, padded: int | None = None) -> BatchMetadata:
-        """Fills, uploads and returns the tensors of a step.
+    def plans(self, batch: Batch, shape: StepShape, scored: tuple[tuple[int, int], ...] = ()) -> Iterator[StepPlan]:
+        """The plan of a step, behind plans for the changes of page tables that do not fit into it.
+
+        A plan has to be uploaded, or copied, before the next one is asked for.
 
         Args:
-            batch: The step.
-            padded: For a decode step under a captured graph, the number of requests that the graph was captured for.
-
-        Returns:
-            Views that stay valid until the next step. Rows behind the counts, up to `padded`, are padding.
+            batch: The step of this group; it may bring nothing where other groups bring something.
+            shape: What was decided for all groups.
+            scored: First hidden row and number of rows of each round of `shape.scored`.
         """
-        buffers = self._buffers_of(batch)
-        arrays, num_changes = self._stage_changes(buffers)
-        max_seqlen = self._fill(batch, arrays)
-        num_requests = padded or batch.num_requests
-        self._pad(arrays, batch.num_requests, num_requests, batch.num_tokens)
-        buffers.upload()
-        self._apply_changes(buffers, num_changes)
-        tensors = buffers.tensors
-        self._window.gather(tensors["rows"], num_requests, max_seqlen)
-        self._tokens.gather(tensors["rows"], num_requests, max_seqlen)
-        num_decode = padded or len(batch.decode_requests)
-        if num_decode:
-            ids = tensors["token_ids"][:num_decode]
-            torch.index_select(self.last_ids, 0, tensors["rows"][:num_decode], out=ids)
-            ids.clamp_(min=0)  # a row whose logits were NaN: its request ends when this is read
-        metadata = self._views(buffers, padded or batch.num_tokens, num_requests)
-        metadata.num_decode_tokens = metadata.num_decode_requests = num_decode
-        metadata.max_seqlen = self._max_positions if padded else max_seqlen
-        return metadata
-
-    def padding(self, buffers: StepBuffers, num_tokens: int, num_requests: int) -> BatchMetadata:
-        """Tensors of a step that holds nothing but padding, for plans at capacity and for capture."""
-        arrays = buffers.next_arrays()
-        arrays["query_starts"][0] = 0
-        self._pad(arrays, 0, buffers.max_requests, 0)
-        for name in ("positions", "token_requests"):
-            arrays[name][:] = -1
-        arrays["token_ids"][:] = 0
-        buffers.upload(wait=True)
-        for table in (self._window, self._tokens):
-            table.gather(buffers.tensors["rows"], buffers.max_requests, self._max_positions)
-        metadata = self._views(buffers, num_tokens, num_requests)
-        metadata.num_decode_tokens = metadata.num_decode_requests = num_requests if buffers is self.decode else 0
-        metadata.max_seqlen = self._max_positions
-        return metadata
-
-    def sampled_tokens(self, batch: Batch) -> Tensor:
-        """Index in the step of each token whose logits are wanted."""
-        return self._buffers_of(batch).tensors["sampled_tokens"][: len(batch.sampled_rows)]
-
-    def keep_ids(self, batch: Batch, ids_R: Tensor) -> None:
-        """Stores the sampled tokens for the next step."""
-        rows = self._buffers_of(batch).tensors["sampled_rows"][: len(batch.sampled_rows)]
-        self.last_ids.index_copy_(0, rows, ids_R)
-
-    def resync(self) -> None:
-        """Copies all page tables again, after a step that failed on its way to the device."""
-        self._window.resync()
-        self._tokens.resync()
-
-    def _buffers_of(self, batch: Batch) -> StepBuffers:
-        """Decode steps have buffers of their own, so that their plan and their graphs stay small."""
-        return self.mixed if batch.chunks else self.decode
-
-    # ---- page tables --------------------------------------------------------------------------------------------
-
-    def _stage_changes(self, buffers: StepBuffers) -> tuple[dict[str, NDArray[Any]], tuple[int, int]]:
-        """Puts what changed in the page tables into the next upload; what exceeds it goes in uploads before it."""
+        buffers = self.mixed if shape.mixed else self.decode
         window, tokens = self._table.window.take_changes(), self._table.tokens.take_changes()
         limit = buffers.max_changes
         while True:
             arrays = buffers.next_arrays()
             counts = (
-                self._window.stage(arrays["window_cells"], arrays["window_values"], window[:limit]),
-                self._tokens.stage(arrays["token_cells"], arrays["token_values"], tokens[:limit]),
+                _stage(self._table.window, window[:limit], arrays["window_cells"], arrays["window_values"]),
+                _stage(self._table.tokens, tokens[:limit], arrays["token_cells"], arrays["token_values"]),
             )
             window, tokens = window[limit:], tokens[limit:]
             if len(window) == 0 and len(tokens) == 0:
-                return arrays, counts
-            buffers.upload(wait=True)
-            self._apply_changes(buffers, counts)
+                break
+            yield _changes_only(buffers, counts, mixed=shape.mixed)
+        max_seqlen = self._fill(batch, arrays)
+        num_requests, num_decode = self._pad(batch, shape, arrays)
+        yield StepPlan(
+            shape=shape,
+            packed=buffers.packed(with_changes=counts[0] > 0 or counts[1] > 0),
+            num_requests=num_requests,
+            num_decode=num_decode,
+            num_sampled=len(batch.sampled_rows),
+            max_seqlen=max_seqlen,
+            window_changes=counts[0],
+            token_changes=counts[1],
+            scored=scored,
+            copies=tuple(batch.copies),
+            restores=tuple(batch.restores),
+        )
 
-    def _apply_changes(self, buffers: StepBuffers, counts: tuple[int, int]) -> None:
-        tensors = buffers.tensors
-        self._window.apply(tensors["window_cells"], tensors["window_values"], counts[0])
-        self._tokens.apply(tensors["token_cells"], tensors["token_values"], counts[1])
-
-    # ---- arrays of a step ---------------------------------------------------------------------------------------
-
-    def _fill(self, batch: Batch, arrays: dict[str, NDArray[Any]]) -> int:
+    def _fill(self, batch: Batch, arrays: Arrays) -> int:
         """Writes the step's numbers; returns the longest sequence after it."""
         table, rows, count = self._table, batch.decode_rows, len(batch.decode_rows)
-        longest = 0
+        longest = 1
         arrays["query_starts"][: count + 1] = self._range[: count + 1]
         if count:
             positions = table.computed[rows]
@@ -278,39 +161,82 @@ class BatchBuilder:
             token = stop
         return longest
 
-    def _pad(self, arrays: dict[str, NDArray[Any]], start: int, stop: int, num_tokens: int) -> None:
-        """Turns the requests start to stop - 1, and as many tokens behind `num_tokens`, into padding."""
-        if stop <= start:
-            return
-        arrays["rows"][start:stop] = self._table.num_rows
-        arrays["seqlens"][start:stop] = 0
-        arrays["state_slots"][start:stop] = -1
-        arrays["query_starts"][start + 1 : stop + 1] = num_tokens
-        end = num_tokens + stop - start
-        arrays["positions"][num_tokens:end] = arrays["token_requests"][num_tokens:end] = -1
+    def _pad(self, batch: Batch, shape: StepShape, arrays: Arrays) -> tuple[int, int]:
+        """Adds padding up to the shape; returns requests and requests that decode, padding included.
 
-    def _views(self, buffers: StepBuffers, num_tokens: int, num_requests: int) -> BatchMetadata:
-        """Views of the first rows; those of decode steps are made once for each count."""
-        key = (num_tokens, num_requests)
-        kept = buffers is self.decode
-        found = self._decode_views.get(key) if kept else None
-        if found is None:
-            tensors = buffers.tensors
-            found = BatchMetadata(
-                token_ids_T=tensors["token_ids"][:num_tokens],
-                positions_T=tensors["positions"][:num_tokens],
-                token_requests_T=tensors["token_requests"][:num_tokens],
-                query_starts_R1=tensors["query_starts"][: num_requests + 1],
-                seqlens_R=tensors["seqlens"][:num_requests],
-                state_slots_R=tensors["state_slots"][:num_requests],
-                window_pages_RP=self._window.step_pages[:num_requests],
-                token_pages_RP=self._tokens.step_pages[:num_requests],
-                num_tokens=num_tokens,
-                num_requests=num_requests,
-                num_decode_tokens=0,
-                num_decode_requests=0,
-                max_seqlen=0,
-            )
-            if kept:
-                self._decode_views[key] = found
-        return found
+        In a step that only decodes, padding comes as requests of one token. In others it is tokens of no request.
+        """
+        num_requests, num_decode = batch.num_requests, len(batch.decode_requests)
+        if shape.sampled > len(batch.sampled_rows):
+            arrays["sampled_tokens"][len(batch.sampled_rows) : shape.sampled] = 0  # any hidden row will do
+        if shape.num_tokens == batch.num_tokens:
+            return num_requests, num_decode
+        if not shape.mixed:
+            _pad_requests(arrays, num_requests, shape.num_tokens, self._table.num_rows, batch.num_tokens)
+            _pad_tokens(arrays, batch.num_tokens, shape.num_tokens)
+            return shape.num_tokens, shape.num_tokens
+        _pad_tokens(arrays, batch.num_tokens, shape.num_tokens)
+        arrays["token_ids"][batch.num_tokens : shape.num_tokens] = 0
+        if num_requests == 0:
+            _pad_requests(arrays, 0, 1, self._table.num_rows, 0)
+            return 1, 0
+        return num_requests, num_decode
+
+
+def padding_plan(
+    layout: StepLayout, *, mixed: bool, num_tokens: int, num_requests: int, max_positions: int
+) -> StepPlan:
+    """A step that holds nothing but padding, for plans at capacity and for capture.
+
+    Args:
+        layout: Of the buffers; as many rows as requests fit.
+        mixed: Whether they are those of steps with prefill.
+        num_tokens: Tokens.
+        num_requests: Requests; those of a step that only decodes bring one token each.
+        max_positions: Longest context.
+    """
+    packed = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    arrays = {name: view.numpy() for name, view in layout.views(packed).items()}
+    _pad_requests(arrays, 0, layout.max_requests, layout.max_requests, 0)
+    _pad_tokens(arrays, 0, layout.max_tokens)
+    return StepPlan(
+        shape=StepShape(mixed=mixed, num_tokens=num_tokens, sampled=0),
+        packed=packed[: layout.nbytes_without_changes],
+        num_requests=num_requests,
+        num_decode=0 if mixed else num_requests,
+        num_sampled=0,
+        max_seqlen=max_positions,
+    )
+
+
+def _stage(table: PageTable, changed: NDArray[np.int64], cells: NDArray[np.int64], values: NDArray[np.int32]) -> int:
+    """Writes changes into a plan. A cell that is named twice carries its last value twice."""
+    count = len(changed)
+    if count:
+        cells[:count] = changed
+        values[:count] = table.pages.reshape(-1)[changed]
+    return count
+
+
+def _changes_only(buffers: HostBuffers, counts: tuple[int, int], *, mixed: bool) -> StepPlan:
+    return StepPlan(
+        shape=StepShape(mixed=mixed, num_tokens=0, sampled=0),
+        packed=buffers.packed(with_changes=True),
+        num_requests=0,
+        num_decode=0,
+        num_sampled=0,
+        max_seqlen=0,
+        window_changes=counts[0],
+        token_changes=counts[1],
+    )
+
+
+def _pad_requests(arrays: Arrays, start: int, stop: int, empty_row: int, num_tokens: int) -> None:
+    arrays["rows"][start:stop] = empty_row
+    arrays["seqlens"][start:stop] = 0
+    arrays["state_slots"][start:stop] = -1
+    arrays["query_starts"][start + 1 : stop + 1] = num_tokens
+
+
+def _pad_tokens(arrays: Arrays, start: int, stop: int) -> None:
+    arrays["positions"][start:stop] = arrays["token_requests"][start:stop] = -1

@@ -15,6 +15,8 @@ from halocline.engine.prefix_cache import Match, PrefixCache
 from halocline.engine.row_table import RowTable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from numpy.typing import NDArray
 
     from halocline.engine.memory_plan import MemoryPlan
@@ -37,6 +39,20 @@ class CacheUsage:
     window_pages: tuple[int, int, int]
     token_pages: tuple[int, int, int]
     state_slots: tuple[int, int, int]
+
+    @classmethod
+    def sum_of(cls, usages: Sequence[CacheUsage]) -> CacheUsage:
+        """The same counts of several caches together."""
+
+        def total(triples: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
+            held, kept, free = (sum(counts) for counts in zip(*triples, strict=True))
+            return held, kept, free
+
+        return cls(
+            window_pages=total(usage.window_pages for usage in usages),
+            token_pages=total(usage.token_pages for usage in usages),
+            state_slots=total(usage.state_slots for usage in usages),
+        )
 
 
 class CacheManager:

@@ -7,9 +7,18 @@ plan and writes logits to a buffer, so a replay with other numbers in the same p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-__all__ = ["DecodeGraphs", "GraphCapture", "RerunCapture"]
+from halocline.hal.errors import MachineError, lines
+
+if TYPE_CHECKING:
+    from halocline.engine.step_plan import StepShape
+
+__all__ = ["DecodeGraphs", "GraphCapture", "RerunCapture", "StepMismatchError"]
+
+
+class StepMismatchError(MachineError):
+    """A rank would do something else in a step than the rank that schedules has decided."""
 
 
 class GraphCapture(Protocol):
@@ -66,3 +75,20 @@ class DecodeGraphs:
     def replay(self, size: int) -> None:
         """Launches the recording of a size."""
         self._replays[size]()
+
+    def check(self, shape: StepShape) -> None:
+        """Compares what was decided for all ranks with what this one would do.
+
+        Raises:
+            StepMismatchError: Before anything is run, so that no rank waits for a collective that others never enter.
+        """
+        own = 0 if shape.mixed else self.size_for(shape.sampled) or 0
+        if own != shape.graph_size:
+            raise StepMismatchError(
+                lines(
+                    f"ranks would run different graphs for {shape.sampled} requests",
+                    asked=f"the graph of {shape.graph_size}" if shape.graph_size else "no graph",
+                    found=f"the graph of {own}" if own else "no graph",
+                    try_="start all ranks again with the same options",
+                )
+            )

@@ -65,6 +65,7 @@ class Request:
         priority: Larger goes first; see `EngineConfig.priority_steps`.
         deadline: Time of the engine's clock at which the request is given up, or None.
         on_update: Called with the request and each update, if given.
+        group: Number of the attention group that works on it.
         order: Place in the queue; smaller goes first.
         phase: See `Phase`.
         row: Engine row while it has one, else -1.
@@ -109,6 +110,7 @@ class Request:
         self.priority = priority
         self.deadline = deadline
         self.on_update = on_update
+        self.group = 0
         self.order: tuple[int, int] = (0, 0)
         self.phase = Phase.WAITING
         self.row = -1

@@ -1,121 +1,66 @@
-"""ModelRunner: runs steps on the model. Plans outside of graphs, eager or replayed, tokens read one step late."""
+"""ModelRunner: carries out plans on the model. The same on every rank: it decides nothing and samples nothing."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from halocline.engine.batch_builder import BatchBuilder
 from halocline.engine.graphs import DecodeGraphs, GraphCapture
+from halocline.engine.step_tensors import StepTensors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from halocline.engine.batch import Batch, Chunk
-    from halocline.engine.batch_builder import StepBuffers
     from halocline.engine.config import EngineConfig
-    from halocline.engine.logprob_values import TokenLogprob
+    from halocline.engine.logit_exchange import LogitExchange
     from halocline.engine.memory_plan import MemoryPlan
-    from halocline.engine.request import Request
-    from halocline.engine.row_table import RowTable
+    from halocline.engine.step_plan import StepPlan
     from halocline.hal.ops.attention import AttentionPlan
     from halocline.hal.ops.batch import BatchMetadata
     from halocline.models.interface import CausalModel, ModelCache
 
-__all__ = ["Flight", "ModelRunner", "PromptScore", "Sampling"]
-
-_SCORED_ROWS = 1024
+__all__ = ["ModelRunner", "StepResult"]
 
 
-class Logprobs(Protocol):
-    """Log-probabilities on the device."""
-
-    def to_host(self) -> dict[int, TokenLogprob]:
-        """Waits for them; by position in the step."""
-        ...
-
-
-class Drawn(Protocol):
-    """What a step drew."""
-
-    @property
-    def ids_R(self) -> Tensor:
-        """int32 tokens; -1 where a row has failed."""
-        ...
-
-    @property
-    def logprobs(self) -> Logprobs | None:
-        """Of the rows that asked."""
-        ...
-
-
-class Sampling(Protocol):
-    """The part of the sampler that a step calls."""
-
-    def sample(self, logits_RV: Tensor, rows: Sequence[int]) -> Drawn:
-        """Draws one token for each row."""
-        ...
-
-    def score(self, logits_TV: Tensor, targets_T: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of given tokens."""
-        ...
-
-
-class PromptScore(NamedTuple):
-    """Log-probabilities of prompt tokens; the first is that of the token behind position `start`."""
-
-    request: Request
-    start: int
-    logprobs: Logprobs
-
-
-@dataclass(eq=False, kw_only=True)
-class Flight:
-    """A step that has been launched and not been read.
+class StepResult(NamedTuple):
+    """What the model made of a step.
 
     Attributes:
-        batch: The step.
-        ids: Its tokens, on the host once `wait` has returned.
-        wait: Waits for the device to reach the end of the step.
-        logprobs: Of the sampled tokens, if any request asked.
-        prompt_scores: Log-probabilities of prompt tokens, in order.
+        logits: float32 (rows, vocabulary) of the rows to sample, of each attention group; none where no group samples.
+        hidden_TD: Hidden rows, for scoring prompts; None after a replayed graph.
     """
 
-    batch: Batch
-    ids: Tensor
-    wait: Callable[[], None]
-    logprobs: Logprobs | None = None
-    prompt_scores: list[PromptScore] = field(default_factory=list)
+    logits: tuple[Tensor, ...]
+    hidden_TD: Tensor | None
 
 
 class ModelRunner:
-    """The model, its caches and the buffers of its steps."""
+    """The model, its caches and the tensors of its steps, on one rank."""
 
     def __init__(
         self,
         model: CausalModel,
         memory: MemoryPlan,
-        table: RowTable,
-        sampler: Sampling,
         config: EngineConfig,
         *,
         device: torch.device,
         capture: GraphCapture | None = None,
+        exchange: LogitExchange | None = None,
     ) -> None:
         """Allocates the caches and all buffers; `warm_up` makes it ready.
 
         Args:
             model: The network.
             memory: Sizes; compared with what is allocated.
-            table: Engine rows.
-            sampler: Draws tokens.
             config: Resolved.
             device: Where the model runs.
             capture: The backend's graphs, needed when `config.graph_sizes` has sizes.
+            exchange: What several ranks exchange around sampling; None for one process.
         """
         self.model = model
         self.cache: ModelCache = model.allocate_cache(
@@ -126,18 +71,20 @@ class ModelRunner:
         )
         memory.check_allocation(self.cache)
         self.geometry = memory.cache_plan.geometry
-        self.builder = BatchBuilder(
-            table, max_step_tokens=config.max_step_tokens, max_positions=memory.max_positions, device=device
+        self.tensors = StepTensors(
+            num_rows=memory.max_requests,
+            max_positions=memory.max_positions,
+            max_step_tokens=config.max_step_tokens,
+            window_unit=self.geometry.window_page_rows,
+            token_unit=self.geometry.page_tokens,
+            device=device,
         )
-        self.sampler = sampler
         self.graphs = DecodeGraphs(config.graph_sizes if capture is not None else ())
+        self.device = device
         self._capture = capture
-        self._device = device
-        self._plans: dict[StepBuffers, AttentionPlan] = {}
+        self._exchange = exchange
+        self._plans: dict[bool, AttentionPlan] = {}
         self._logits_RV = torch.zeros(0, 0)
-        pin = device.type != "cpu"
-        self._host_ids = [torch.zeros(table.num_rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
-        self._turn = 0
 
     def warm_up(self) -> float:
         """Makes the plans at capacity, runs each kind of step once on padding and records the graphs.
@@ -146,104 +93,95 @@ class ModelRunner:
             Seconds that it took.
         """
         start = time.perf_counter()
-        for buffers in (self.builder.mixed, self.builder.decode):
-            everything = self.builder.padding(buffers, buffers.max_tokens, buffers.max_requests)
-            self._plans[buffers] = self.model.plan_step(everything, self.geometry, reuse=None)
-            small = self.builder.padding(buffers, 1, 1)
-            self._run(small, self._refresh_plan(small, buffers))
+        for mixed, buffers in ((True, self.tensors.mixed), (False, self.tensors.decode)):
+            everything = self.tensors.padding(buffers, buffers.layout.max_tokens, buffers.layout.max_requests)
+            self._plans[mixed] = self.model.plan_step(everything, self.geometry, reuse=None)
+            small = self.tensors.padding(buffers, 1, 1)
+            self._run_all(small, self._refresh_plan(small, mixed=mixed))
         if self._capture is not None and self.graphs.sizes:
             sizes = (self.graphs.sizes[-1], self.model.vocab_size)
-            self._logits_RV = torch.zeros(sizes, dtype=torch.float32, device=self._device)
+            self._logits_RV = torch.zeros(sizes, dtype=torch.float32, device=self.device)
             self.graphs.record(self._capture, self._padded_step)
         return time.perf_counter() - start
 
     def _padded_step(self, size: int) -> Callable[[], None]:
         """The function that a graph of this size records."""
-        buffers = self.builder.decode
-        batch = self.builder.padding(buffers, size, size)
-        plan = self._refresh_plan(batch, buffers)
+        batch = self.tensors.padding(self.tensors.decode, size, size)
+        plan = self._refresh_plan(batch, mixed=False)
 
         def run() -> None:
-            self._logits_RV[:size].copy_(self._run(batch, plan))
+            self._logits_RV[:size].copy_(self._run_all(batch, plan))
 
         return run
 
-    def _run(self, batch: BatchMetadata, plan: AttentionPlan) -> Tensor:
+    def _run_all(self, batch: BatchMetadata, plan: AttentionPlan) -> Tensor:
         """Logits of all tokens of a step."""
         return self.model.compute_logits(self.model.forward(batch, plan, self.cache).hidden_TD)
 
-    def _refresh_plan(self, batch: BatchMetadata, buffers: StepBuffers) -> AttentionPlan:
-        """The one plan of these buffers, for this step. Eager steps and graphs share it."""
-        plan = self.model.plan_step(batch, self.geometry, reuse=self._plans[buffers])
-        assert plan is self._plans[buffers], "a plan is refreshed in place"
+    def _refresh_plan(self, batch: BatchMetadata, *, mixed: bool) -> AttentionPlan:
+        """The one attention plan of these buffers, for this step. Eager steps and graphs share it."""
+        plan = self.model.plan_step(batch, self.geometry, reuse=self._plans[mixed])
+        assert plan is self._plans[mixed], "a plan is refreshed in place"
         return plan
 
-    def launch(self, batch: Batch) -> Flight:
-        """Starts a step: its tensors, its plan, the model, the sampler. Waits for nothing.
+    def run(self, plan: StepPlan) -> StepResult:
+        """Starts a step: its tensors, its attention plan, the model. Waits for nothing."""
+        batch = self.tensors.apply(plan)
+        shape = plan.shape
+        attention = self._refresh_plan(batch, mixed=shape.mixed)
+        if shape.graph_size:
+            self.graphs.replay(shape.graph_size)
+            return StepResult(self._gathered(self._logits_RV[: shape.sampled]), None)
+        hidden_TD = self.model.forward(batch, attention, self.cache).hidden_TD
+        if not shape.sampled:
+            return StepResult((), hidden_TD)
+        wanted_RD = hidden_TD.index_select(0, self.tensors.sampled_tokens(plan))
+        return StepResult(self._gathered(self.model.compute_logits(wanted_RD)), hidden_TD)
+
+    def scored_logits(self, plan: StepPlan, result: StepResult, number: int) -> tuple[Tensor, ...]:
+        """Logits by attention group of one round of prompt rows; every rank calls it for every round of the plan."""
+        assert result.hidden_TD is not None, "prompts are not scored in graphs"
+        first, count = plan.scored[number]
+        rows_RD = result.hidden_TD[first : first + count]
+        if count < plan.shape.scored[number]:
+            padding = rows_RD.new_zeros(plan.shape.scored[number] - count, rows_RD.shape[1])
+            rows_RD = torch.cat((rows_RD, padding))
+        return self._gathered(self.model.compute_logits(rows_RD))
+
+    def _gathered(self, logits_RV: Tensor) -> tuple[Tensor, ...]:
+        return (logits_RV,) if self._exchange is None else self._exchange.gather(logits_RV)
+
+    def keep_ids(self, plan: StepPlan, ids: Sequence[Tensor]) -> None:
+        """Stores what was sampled for the next step, here and, if there are others, on every rank.
 
         Args:
-            batch: At least one token.
-
-        Returns:
-            The step in flight, to be read by `Flight.wait`.
+            plan: Of this rank's attention group, the first.
+            ids: Tokens of each group's sampled rows.
         """
-        self.copy_state(batch.restores)
-        size = None if batch.chunks else self.graphs.size_for(batch.num_requests)
-        metadata = self.builder.build(batch, padded=size)
-        plan = self._refresh_plan(metadata, self.builder.mixed if batch.chunks else self.builder.decode)
-        scores: list[PromptScore] = []
-        if size is not None:
-            self.graphs.replay(size)
-            logits_RV = self._logits_RV[: batch.num_requests]
-        else:
-            hidden_TD = self.model.forward(metadata, plan, self.cache).hidden_TD
-            logits_RV = self.model.compute_logits(hidden_TD.index_select(0, self.builder.sampled_tokens(batch)))
-            scores = self._score_prompts(batch, hidden_TD)
-        if not batch.sampled_rows:
-            return Flight(batch=batch, ids=self._host_ids[0][:0], wait=_no_wait, prompt_scores=scores)
-        drawn = self.sampler.sample(logits_RV, batch.sampled_rows)
-        self.builder.keep_ids(batch, drawn.ids_R)
-        ids, wait = self._read_back(drawn.ids_R)
-        return Flight(batch=batch, ids=ids, wait=wait, logprobs=drawn.logprobs, prompt_scores=scores)
+        if self._exchange is not None:
+            self._exchange.send_ids(ids, plan.shape.sampled)
+        self.tensors.keep_ids(plan, ids[0])
 
-    def copy_state(self, copies: list[tuple[int, int]]) -> None:
+    def follow(self, plan: StepPlan) -> None:
+        """Carries out a plan of the rank that schedules, up to the tokens that it sampled.
+
+        Raises:
+            StepMismatchError: If this rank would enter other collectives than the plan says.
+        """
+        if plan.shape.num_tokens == 0:
+            self.tensors.apply_changes(plan)
+            return
+        assert self._exchange is not None, "a rank that follows has others"
+        self.graphs.check(plan.shape)
+        self.copy_state(plan.copies)
+        self.copy_state(plan.restores)
+        result = self.run(plan)
+        for number in range(len(plan.shape.scored)):
+            self.scored_logits(plan, result, number)
+        if plan.shape.sampled:
+            self.tensors.keep_ids(plan, self._exchange.receive_ids(plan.shape.sampled)[: plan.num_sampled])
+
+    def copy_state(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies compressor state between slots (source, target)."""
         if copies:
             self.cache.copy_state([source for source, _ in copies], [target for _, target in copies])
-
-    def _read_back(self, ids_R: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Starts the copy of the tokens to the host; buffers alternate as one step may still be unread."""
-        self._turn ^= 1
-        host = self._host_ids[self._turn][: len(ids_R)]
-        host.copy_(ids_R, non_blocking=True)
-        if self._device.type == "cpu":
-            return host, _no_wait
-        event = torch.Event(self._device)
-        event.record()
-        return host, event.synchronize
-
-    def _score_prompts(self, batch: Batch, hidden_TD: Tensor) -> list[PromptScore]:
-        """Log-probabilities of the prompt tokens that a step's chunks predict, a bounded number of rows at a time."""
-        scores: list[PromptScore] = []
-        first = len(batch.decode_requests)
-        for chunk in batch.chunks:
-            if chunk.request.scores_prompt:
-                scores += self._score_chunk(chunk, hidden_TD[first : first + chunk.end - chunk.start])
-            first += chunk.end - chunk.start
-        return scores
-
-    def _score_chunk(self, chunk: Chunk, hidden_TD: Tensor) -> list[PromptScore]:
-        request = chunk.request
-        num_top = request.admitted.params.prompt_logprobs
-        assert num_top is not None
-        targets = request.span(chunk.start + 1, min(chunk.end + 1, len(request.prompt)))
-        scores: list[PromptScore] = []
-        for start in range(0, len(targets), _SCORED_ROWS):
-            wanted = torch.from_numpy(targets[start : start + _SCORED_ROWS].copy()).to(self._device)
-            logits_TV = self.model.compute_logits(hidden_TD[start : start + len(wanted)])
-            scores.append(PromptScore(request, chunk.start + start, self.sampler.score(logits_TV, wanted, num_top)))
-        return scores
-
-
-def _no_wait() -> None:
-    """The device is the host: nothing to wait for."""

@@ -162,7 +162,11 @@ class Bench:
         self.engine.check_idle()
 
     def all_free(self) -> bool:
-        pools = (self.engine.cache.window_pool, self.engine.cache.token_pool, self.engine.cache.slot_pool)
+        pools = (
+            self.engine.groups[0].cache.window_pool,
+            self.engine.groups[0].cache.token_pool,
+            self.engine.groups[0].cache.slot_pool,
+        )
         return all(pool.num_free == pool.size for pool in pools)
 
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halocline.engine.batch import Batch
 from halocline.engine.graphs import RerunCapture
+from halocline.engine.step_plan import StepPlan
 from halocline.hal.ops.batch import BatchMetadata
 
 Make = Callable[..., Any]
@@ -35,14 +36,19 @@ class Recorded:
 
     def __init__(self, bench: Any) -> None:
         self.bench = bench
-        self.builder = bench.engine.runner.builder
         self.steps: list[BatchMetadata] = []
-        self._build = self.builder.build
-        self.builder.build = self.build
+        driver, tensors = bench.engine.driver, bench.engine.runner.tensors
+        self._batches: list[Batch] = []
+        self._launch, self._apply = driver.launch, tensors.apply
+        driver.launch, tensors.apply = self.launch, self.apply
 
-    def build(self, batch: Batch, *, padded: int | None = None) -> BatchMetadata:
-        metadata = self._build(batch, padded=padded)
-        self.check(batch, metadata, padded)
+    def launch(self, batches: list[Batch]) -> Any:
+        self._batches = batches
+        return self._launch(batches)
+
+    def apply(self, plan: StepPlan) -> BatchMetadata:
+        metadata = self._apply(plan)
+        self.check(self._batches[0], metadata, plan.shape.graph_size or None)
         self.steps.append(metadata)
         return metadata
 
@@ -51,7 +57,7 @@ class Recorded:
         assert set(self.bench.engine.stats().finished) == {"length"}
 
     def check(self, batch: Batch, metadata: BatchMetadata, padded: int | None) -> None:
-        table = self.bench.engine.cache.table
+        table = self.bench.engine.groups[0].cache.table
         rows = [*batch.decode_rows.tolist(), *(chunk.row for chunk in batch.chunks)]
         spans = [(int(table.computed[row]), int(table.computed[row]) + 1) for row in batch.decode_rows]
         spans += [(chunk.start, chunk.end) for chunk in batch.chunks]
@@ -98,8 +104,9 @@ def test_every_number_of_every_step(make_bench: Make, prompt_of: Prompt, graphs:
 
 def test_a_change_of_pages_larger_than_one_upload_arrives_whole(make_bench: Make, prompt_of: Prompt) -> None:
     bench = make_bench()
-    bench.engine.runner.builder.mixed.max_changes = 3
-    bench.engine.runner.builder.decode.max_changes = 2
+    (builder,) = bench.engine.driver.builders
+    builder.mixed.max_changes = 3
+    builder.decode.max_changes = 2
     recorded = Recorded(bench)
     for _ in range(2):
         bench.add(prompt_of(400), max_tokens=40)
@@ -133,16 +140,16 @@ def test_no_step_reads_what_the_last_one_left(
 ) -> None:
     """Garbage fills all buffers of a step, padded rows among them, before each step is built."""
     bench = make_bench(graph_sizes=graphs, capture=RerunCapture() if graphs else None)
-    builder = bench.engine.runner.builder
-    build = builder.build
+    tensors = bench.engine.runner.tensors
+    apply = tensors.apply
 
-    def after_garbage(batch: Batch, *, padded: int | None = None) -> BatchMetadata:
-        for buffers in (builder.decode, builder.mixed):
+    def after_garbage(plan: StepPlan) -> BatchMetadata:
+        for buffers in (tensors.decode, tensors.mixed):
             for tensor in buffers.tensors.values():
                 tensor.random_(0, 100)
-        return build(batch, padded=padded)
+        return apply(plan)
 
-    builder.build = after_garbage
+    tensors.apply = after_garbage
     requests = [bench.add(prompt_of(length), max_tokens=12) for length in (1, 64, 290)]
     bench.engine.run()
     for length, request in zip((1, 64, 290), requests, strict=True):

@@ -200,7 +200,7 @@ def test_a_seed_depends_on_the_request_alone(make_bench: Make, prompt_of: Prompt
     for _ in range(12):
         bench.engine.step()
     assert beside.row not in (0, -1), "alone, it had row 0"
-    bench.engine.scheduler._preempt(beside)
+    bench.engine.groups[0].scheduler._preempt(beside)
     bench.engine.run()
     assert beside.num_preemptions == 1
     assert alone.output_ids == beside.output_ids
@@ -244,7 +244,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle(make_bench: Make, pr
     for _ in range(4):
         bench.engine.step()
     assert 0 < len(request.prompt_logprobs) < 99
-    bench.engine.scheduler._preempt(request)
+    bench.engine.groups[0].scheduler._preempt(request)
     bench.engine.run()
     assert [entry.token_id for entry in request.prompt_logprobs] == prompt_of(100)[1:]
 
@@ -374,7 +374,7 @@ def test_the_idle_check_finds_a_leak(make_bench: Make, prompt_of: Prompt) -> Non
     bench = make_bench()
     bench.generate(prompt_of(40), max_tokens=3)
     bench.check()
-    bench.engine.cache.token_pool.allocate(1)
+    bench.engine.groups[0].cache.token_pool.allocate(1)
     with pytest.raises(MachineError, match="a token page is held although nothing runs"):
         bench.check()
 

@@ -54,7 +54,7 @@ class Recorder:
     def sample(self, logits_RV: torch.Tensor, rows: Sequence[int]) -> Any:
         assert self.engine is not None
         for row, logits in zip(rows, logits_RV, strict=True):
-            request = self.engine.cache.table.requests[row]
+            request = self.engine.groups[0].cache.table.requests[row]
             assert request is not None
             kept = self.logits.setdefault(request, [])
             kept.append(logits.clone())

@@ -70,7 +70,7 @@ def test_a_full_prompt_in_a_small_window_pool(
         prefix_caching=False,
         pools={"num_window_pages": pages},
     )
-    assert bench.engine.cache.window_pool.size * rows in (192, 132)
+    assert bench.engine.groups[0].cache.window_pool.size * rows in (192, 132)
     assert bench.generate(prompt_of(400), max_tokens=150) == oracle(prompt_of(400), 150)
     assert bench.all_free()
 
@@ -79,7 +79,7 @@ def test_window_pages_stay_within_the_window_as_a_request_grows(make_bench: Make
     """A window of 24 rows touches at most four pages of 8; the table is empty before and after it."""
     bench = make_bench(prefix_caching=False, overlap=False)
     request = bench.add(prompt_of(100), max_tokens=200)
-    cache = bench.engine.cache
+    cache = bench.engine.groups[0].cache
     while not request.is_finished:
         bench.engine.step()
         if request.phase is Phase.DECODE and len(request.output_ids) > 1:
@@ -175,7 +175,7 @@ def test_a_preempted_request_resumes_where_its_pages_were_kept(make_bench: Make,
     for _ in range(10):
         bench.engine.step()
     before = bench.engine.stats().prefill_tokens
-    bench.engine.scheduler._preempt(second)
+    bench.engine.groups[0].scheduler._preempt(second)
     bench.engine.run()
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
     assert bench.engine.stats().prefill_tokens - before == second.prefill_end - 64, "two pages did not go again"
@@ -198,7 +198,7 @@ def test_the_cache_gives_way_to_requests(make_bench: Make, prompt_of: Prompt, or
     bench = make_bench(max_token_pages=10, max_positions=320)
     for seed in range(6):
         bench.generate(prompt_of(90, seed), max_tokens=2)
-    assert bench.engine.cache.token_pool.num_free < 9
+    assert bench.engine.groups[0].cache.token_pool.num_free < 9
     assert bench.generate(prompt_of(285), max_tokens=30) == oracle(prompt_of(285), 30)
     assert bench.engine.stats().evictions > 0
 
@@ -234,7 +234,7 @@ def test_an_abort_at_any_moment_frees_everything(make_bench: Make, prompt_of: Pr
     assert [request.finish_reason for request in requests] == ["abort"] * 3
     assert bench.engine.stats().finished == {"abort": 3}
     bench.check()
-    bench.engine.cache.prefix.clear()
+    bench.engine.groups[0].cache.prefix.clear()
     assert bench.all_free()
 
 

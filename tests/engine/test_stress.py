@@ -80,7 +80,7 @@ class Stress:
 
     def count_again(self) -> None:
         """Owners of every page and slot, from page tables and tree alone."""
-        cache = self.engine.cache
+        cache = self.engine.groups[0].cache
         rows = [request.row for request in cache.table.requests if request is not None]
         nodes = cache.prefix.nodes()
         resume = [node for node in nodes if node.is_resume_point]
@@ -118,7 +118,7 @@ def test_random_traffic_loses_nothing(
     )
     stress = Stress(bench, oracle, seed)
     stresses.append(stress)
-    cache = bench.engine.cache
+    cache = bench.engine.groups[0].cache
     for step in range(STEPS // 2):
         stress.act(step)
         for pool in (cache.window_pool, cache.token_pool, cache.slot_pool):
