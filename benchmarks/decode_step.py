@@ -1,55 +1,74 @@
-"""One decode step of a model at a given batch and context: eager, captured, timed. Caches hold random rows."""
+"""Steps of a random model at a given batch and context: decode, prefill, eager, captured. Caches hold random rows."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from halocline.backends_triton.runtime import TorchRuntime
-from halocline.benchmarks.device_weights import DeviceWeights
-from halocline.benchmarks.gpu_engine import MANIFESTS
+from halocline.benchmarks import device_clock
 from halocline.hal.formats import recipe
 from halocline.hal.ops.batch import BatchMetadata
 from halocline.hal.probe import probe
 from halocline.hal.runtime import load_ops
 from halocline.hal.settings import process_settings
 from halocline.hal.startup import choose_kernels
+from halocline.models.deepseek_v4.device_weights import DeviceWeights
 from halocline.models.deepseek_v4.model import DeepseekV4Model
 from halocline.models.deepseek_v4.requests import kernel_requests
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from halocline.hal.ops import Ops
     from halocline.hal.ops.attention import AttentionPlan
     from halocline.hal.table import KernelTable
     from halocline.models.deepseek_v4.config import DeepseekV4Config
 
-__all__ = ["DecodeStep", "graph_milliseconds", "random_model"]
+__all__ = ["DecodeStep", "distinct_experts", "random_model"]
 
 _WINDOW_PAGE, _TOKEN_PAGE = 64, 256
 
 
 def random_model(
-    config: DeepseekV4Config, kernels: Sequence[str], *, max_positions: int
+    config: DeepseekV4Config,
+    kernels: Sequence[str],
+    *,
+    max_positions: int,
+    recipe_name: str = "served",
+    change: Callable[[Ops], Ops] | None = None,
 ) -> tuple[DeepseekV4Model, KernelTable]:
-    """A model with random weights on this machine's device, in the served recipe."""
-    settings, chosen = process_settings(), recipe("served")
+    """A model with random weights on this machine's device, and its kernels.
+
+    Args:
+        config: The model; draft layers are left out.
+        kernels: Overrides, as `--kernel` takes them.
+        max_positions: Longest context.
+        recipe_name: Numeric recipe.
+        change: Takes the kernels of a layer and gives those to use instead.
+    """
+    settings, chosen = process_settings(), recipe(recipe_name)
     device = probe(settings)
     table = choose_kernels(
         lambda device, layout: kernel_requests(config, chosen, prefill_layout=layout, cache_dialect=device.fp8_dialect),
         settings=settings,
         flags=kernels,
         device=device,
-        manifests=MANIFESTS,
         graphs=True,
     )
+
+    @functools.cache
+    def ops_of_layer(layer: int) -> Ops:
+        ops = load_ops(table, layer)
+        return ops if change is None else change(ops)
+
     model = DeepseekV4Model(
         config,
         chosen,
-        functools.cache(functools.partial(load_ops, table)),
+        ops_of_layer,
         DeviceWeights(config, device=device.torch_device),
         prefill_layout=table.prefill_layout,
         max_positions=max_positions,
@@ -60,15 +79,38 @@ def random_model(
 
 
 class DecodeStep:
-    """A batch of requests that each decode one token, in buffers that keep their addresses."""
+    """A batch of requests that each decode one token, in buffers that keep their addresses.
 
-    def __init__(self, model: DeepseekV4Model, *, batch: int, max_positions: int) -> None:
-        """Allocates caches for `batch` requests of `max_positions` tokens and fills them with random rows."""
+    Attributes:
+        geometry: Of the caches.
+        cache: They.
+        batch: The step, padding included.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4Model,
+        *,
+        batch: int,
+        max_positions: int,
+        padding: int = 0,
+        whole_windows: bool = False,
+    ) -> None:
+        """Allocates caches for `batch` requests of `max_positions` tokens and fills them with random rows.
+
+        Args:
+            model: The network.
+            batch: Requests.
+            max_positions: Tokens of each, at most.
+            padding: Rows of padding behind them.
+            whole_windows: Whether every window page is kept, as a long prefill writes them all; otherwise a request
+                uses a few of them in turn.
+        """
         self._model, device = model, model.device
         plan = model.cache_plan(window_page_rows=_WINDOW_PAGE, page_tokens=_TOKEN_PAGE)
         self.geometry = plan.geometry
         window_columns, token_columns = -(-max_positions // _WINDOW_PAGE), -(-max_positions // _TOKEN_PAGE)
-        held = self.geometry.window // _WINDOW_PAGE + 2
+        held = window_columns if whole_windows else self.geometry.window // _WINDOW_PAGE + 2
         self.cache = model.allocate_cache(
             plan, num_window_pages=batch * held, num_token_pages=batch * token_columns, num_state_slots=batch
         )
@@ -77,22 +119,22 @@ class DecodeStep:
         for handle in handles:  # bytes below 0x40 are small finite numbers in every row format
             handle.pages.random_(0, 0x40, generator=generator)
 
-        def integers(*shape: int, value: int = 0) -> Tensor:
-            return torch.full(shape, value, dtype=torch.int32, device=device)
+        def behind(values: Tensor, filler: int) -> Tensor:
+            rows = torch.full((padding, *values.shape[1:]), filler, dtype=torch.int32, device=device)
+            return torch.cat((values.int(), rows)).contiguous()
 
-        order = torch.randperm(batch * token_columns, generator=generator, device=device).int()
-        # Windows move over their pages in turn: as many as a window touches are held at any time.
-        columns = torch.arange(window_columns, device=device, dtype=torch.int32) % held
-        window_pages = torch.arange(batch, device=device, dtype=torch.int32)[:, None] * held + columns
+        own = torch.arange(batch, device=device)
+        columns = torch.arange(window_columns, device=device) % held
+        order = torch.randperm(batch * token_columns, generator=generator, device=device)
         self.batch = BatchMetadata(
-            token_ids_T=torch.randint(0, model.vocab_size, (batch,), generator=generator, device=device).int(),
-            positions_T=integers(batch),
-            token_requests_T=torch.arange(batch, device=device, dtype=torch.int32),
-            query_starts_R1=torch.arange(batch + 1, device=device, dtype=torch.int32),
-            seqlens_R=integers(batch),
-            state_slots_R=torch.arange(batch, device=device, dtype=torch.int32),
-            window_pages_RP=window_pages.contiguous(),
-            token_pages_RP=order.view(batch, token_columns),
+            token_ids_T=behind(torch.randint(0, model.vocab_size, (batch,), generator=generator, device=device), 0),
+            positions_T=behind(torch.zeros_like(own), -1),
+            token_requests_T=behind(own, -1),
+            query_starts_R1=behind(torch.arange(batch + 1, device=device), batch),
+            seqlens_R=behind(torch.zeros_like(own), 0),
+            state_slots_R=behind(own, -1),
+            window_pages_RP=behind(own[:, None] * held + columns, -1),
+            token_pages_RP=behind(order.view(batch, token_columns), -1),
             num_tokens=batch,
             num_requests=batch,
             num_decode_tokens=batch,
@@ -101,41 +143,84 @@ class DecodeStep:
         )
         self._plan: AttentionPlan | None = None
 
-    def place(self, lengths: Sequence[int]) -> None:
-        """Says how long each request is after the step, and refreshes the plan."""
-        seqlens = torch.tensor(lengths, dtype=torch.int32, device=self._model.device)
-        self.batch.seqlens_R.copy_(seqlens)
-        self.batch.positions_T.copy_(seqlens - 1)
+    def place(self, lengths: Sequence[int], token_ids: Sequence[int] | None = None) -> None:
+        """Says how long each request is after the step, and refreshes the plan.
+
+        Args:
+            lengths: Tokens of each request.
+            token_ids: What they decode from; unchanged when left out.
+        """
+        count, device = self.batch.num_requests, self._model.device
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        self.batch.seqlens_R[:count].copy_(seqlens)
+        self.batch.positions_T[:count].copy_(seqlens - 1)
+        if token_ids is not None:
+            self.batch.token_ids_T[:count].copy_(torch.tensor(token_ids, dtype=torch.int32, device=device))
         self._plan = self._model.plan_step(self.batch, self.geometry, reuse=self._plan)
 
     def logits(self) -> Tensor:
-        """Runs the step eagerly."""
+        """Runs the step eagerly; (rows, vocabulary), padding included."""
         assert self._plan is not None
         return self._model.compute_logits(self._model.forward(self.batch, self._plan, self.cache).hidden_TD)
 
     def capture(self) -> tuple[Callable[[], None], Tensor]:
         """Captures the step; returns its replay and where the logits lie."""
-        out = torch.zeros((self.batch.num_tokens, self._model.vocab_size), device=self._model.device)
+        rows = self.batch.positions_T.shape[0]
+        out = torch.zeros((rows, self._model.vocab_size), device=self._model.device)
 
         def run() -> None:
             out.copy_(self.logits())
 
+        return device_clock.capture(run), out
+
+    def prefill(self, token_ids: Sequence[int]) -> Tensor:
+        """Reads the first request's tokens from its start in one step; (tokens, hidden) normed states."""
+        batch = self.prefill_batch(token_ids)
+        plan = self._model.plan_step(batch, self.geometry, reuse=None)
+        return self._model.forward(batch, plan, self.cache).hidden_TD
+
+    def prefill_batch(self, token_ids: Sequence[int]) -> BatchMetadata:
+        """The step that reads these tokens as the beginning of the first request."""
+        count, device = len(token_ids), self._model.device
+
+        def integers(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int32, device=device)
+
+        return replace(
+            self.batch,
+            token_ids_T=integers(token_ids),
+            positions_T=integers(range(count)),
+            token_requests_T=integers([0] * count),
+            query_starts_R1=integers([0, count]),
+            seqlens_R=integers([count]),
+            state_slots_R=self.batch.state_slots_R[:1],
+            window_pages_RP=self.batch.window_pages_RP[:1],
+            token_pages_RP=self.batch.token_pages_RP[:1],
+            num_tokens=count,
+            num_requests=1,
+            num_decode_tokens=0,
+            num_decode_requests=0,
+            max_seqlen=count,
+        )
+
+
+def distinct_experts(model: DeepseekV4Model, run: Callable[[], object]) -> list[int]:
+    """How many experts the tokens of an eager step meet, by layer."""
+    met: list[int] = []
+
+    def noting(route: Callable[..., object]) -> Callable[..., object]:
+        def routed(*args: object) -> object:
+            routing = route(*args)
+            met.append(len(routing.ids_TK.unique()))  # type: ignore[attr-defined]
+            return routing
+
+        return routed
+
+    for block in model.blocks:
+        block.moe.route = noting(block.moe.route)  # type: ignore[method-assign, assignment]
+    try:
         run()
-        torch.cuda.synchronize()
-        return TorchRuntime().capture(run), out
-
-
-def graph_milliseconds(replay: Callable[[], None], *, rounds: int = 20) -> list[float]:
-    """Milliseconds of replays, ascending, after warm-up."""
-    for _ in range(3):
-        replay()
-    torch.cuda.synchronize()
-    found = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return sorted(found)
+    finally:
+        for block in model.blocks:
+            del block.moe.route
+    return met

@@ -1,12 +1,15 @@
 """Fetches the CUDA kernel packages for a GPU machine without a network, trimmed, one archive for each.
 
 A machine that runs them needs Python 3.12, torch 2.11 for CUDA 13 and glibc 2.28 or newer. What is fetched is never
-committed. `unpack` puts the archives on the other machine's path.
+committed. `unpack` puts the archives on the other machine's path. Packages come in sets, because a machine may take few
+bytes at a time: `libraries` are NVIDIA's kernels, `tilelang` the compiler of the AMD ones, `commands` what the wheel of
+Halocline itself needs beside torch, as wheels, so that pip installs them.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-__all__ = ["PACKAGES", "Package", "fetch", "main", "unpack"]
+__all__ = ["PACKAGES", "SETS", "Package", "fetch", "main", "unpack"]
 
 _PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35, 39)),
@@ -27,11 +30,26 @@ _PLATFORMS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A distribution, and what of its wheel stays behind: files that DeepSeek-V4 on sm_90 never loads."""
+    """A distribution.
+
+    Attributes:
+        name: As on the index.
+        version: The only one that is fetched.
+        without: Parts of paths that stay behind: files that DeepSeek-V4 on sm_90 never loads.
+        links: Names that the wheel gives to a second copy of a file, and the first copy's name.
+        set: `libraries`, `tilelang` or `commands`.
+    """
 
     name: str
     version: str
     without: tuple[str, ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
+    set: str = "libraries"
+
+    @property
+    def archive(self) -> str:
+        """Name of its file in the folder that travels; wheels of the set `commands` keep their own."""
+        return f"{self.name}-{self.version}.tar.xz"
 
     def keeps(self, path: str) -> bool:
         """Whether a file of the wheel is brought along."""
@@ -45,39 +63,61 @@ PACKAGES = (
     Package(name="apache-tvm-ffi", version="0.1.11"),
     Package(name="flashinfer-python", version="0.6.15.post1"),
     Package(name="sgl-flash-mla", version="1.0.0"),
+    Package(
+        name="tilelang",
+        version="0.1.15",
+        without=(".cc", "/ascend", "3rdparty/tvm/src", "3rdparty/tvm/include", "3rdparty/cutlass/tools", "/metal"),
+        set="tilelang",
+    ),
+    Package(
+        name="z3-solver",
+        version="4.15.4.0",
+        without=("bin/z3", "libz3.so.", "z3/include"),
+        links=(("z3/lib/libz3.so.4.15", "libz3.so"),),
+        set="tilelang",
+    ),
+    Package(name="torch-c-dlpack-ext", version="0.1.5", set="tilelang"),
+    Package(name="deepseek-recipe", version="0.2.0", set="commands"),
+    Package(name="llguidance", version="1.6.1", set="commands"),
+    Package(name="starlette", version="1.10.0", set="commands"),
+    Package(name="uvicorn", version="0.54.0", set="commands"),
+    Package(name="httptools", version="0.9.0", set="commands"),
 )
+SETS = tuple(dict.fromkeys(package.set for package in PACKAGES))
 
 
 def _download(package: Package, folder: Path) -> Path:
     """The wheel, without its dependencies: their declared torch is newer than the one their binaries fit."""
-    known = sorted(folder.glob(f"{package.name.replace('-', '_')}-{package.version}-*.whl"))
+    pattern = f"{package.name.replace('-', '_')}-{package.version}-*.whl"
+    known = sorted(folder.glob(pattern))
     if known:
         return known[0]
     platforms = [part for platform in _PLATFORMS for part in ("--platform", platform)]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12", "--implementation", "cp", *platforms, "-d", str(folder)]
     subprocess.run([*command, f"{package.name}=={package.version}"], check=True)
-    return sorted(folder.glob(f"{package.name.replace('-', '_')}-{package.version}-*.whl"))[0]
+    return sorted(folder.glob(pattern))[0]
 
 
-def _pack(package: Package, wheel: Path, archive: Path) -> int:
-    """Writes the kept files of a wheel; returns the bytes of the archive."""
+def _pack(package: Package, wheel: Path, archive: Path) -> None:
+    """Writes the kept files of a wheel."""
     with TemporaryDirectory() as temporary, zipfile.ZipFile(wheel) as source:
         kept = [name for name in source.namelist() if package.keeps(name)]
         source.extractall(temporary, kept)
-        with tarfile.open(archive, "w:xz", preset=3) as target:
+        for name, first in package.links:
+            (Path(temporary) / name).symlink_to(first)
+        with tarfile.open(archive, "w:xz", preset=6) as target:
             for top in sorted({name.split("/", 1)[0] for name in kept}):
                 target.add(Path(temporary) / top, arcname=top)
-    return archive.stat().st_size
 
 
 def fetch(folder: Path, downloads: Path, names: Sequence[str]) -> dict[str, int]:
-    """Fetches and packs packages.
+    """Fetches and packs packages; archives that are there already stay.
 
     Args:
         folder: Where archives go.
         downloads: Where wheels are kept.
-        names: Distributions; all when empty.
+        names: Distributions or sets of them; all when empty.
 
     Returns:
         Bytes of each archive.
@@ -86,30 +126,49 @@ def fetch(folder: Path, downloads: Path, names: Sequence[str]) -> dict[str, int]
     downloads.mkdir(parents=True, exist_ok=True)
     sizes = {}
     for package in PACKAGES:
-        if not names or package.name in names:
-            archive = folder / f"{package.name}-{package.version}.tar.xz"
-            sizes[package.name] = _pack(package, _download(package, downloads), archive)
+        if names and package.name not in names and package.set not in names:
+            continue
+        archive = folder / package.archive
+        if not archive.exists():
+            wheel = _download(package, downloads)
+            if package.set == "commands":
+                shutil.copy(wheel, folder)
+                archive = folder / wheel.name
+            else:
+                _pack(package, wheel, archive)
+        sizes[package.name] = archive.stat().st_size
     return sizes
 
 
-def unpack(folder: Path, target: Path) -> list[Path]:
-    """Unpacks every archive into a folder of its own; returns the folders, to be put on the path."""
-    folders = []
-    for archive in sorted(folder.glob("*.tar.xz")):
-        place = target / archive.name.removesuffix(".tar.xz")
-        place.mkdir(parents=True, exist_ok=True)
-        # tar is many times faster than Python's module; archives are our own.
-        subprocess.run(["tar", "-xJf", str(archive), "-C", str(place)], check=True)
-        folders.append(place)
-    return folders
+def unpack(folder: Path, target: Path) -> list[str]:
+    """Unpacks every archive and wheel of a folder into one folder, where libraries find each other.
+
+    What was unpacked there before is left alone.
+
+    Returns:
+        The names of all that is there.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    names = []
+    for archive in sorted((*folder.glob("*.tar.xz"), *folder.glob("*.whl"))):
+        done = target / f".{archive.name}"
+        if not done.exists():
+            if archive.suffix == ".whl":
+                with zipfile.ZipFile(archive) as source:
+                    source.extractall(target)
+            else:  # tar is many times faster than Python's module; archives are our own
+                subprocess.run(["tar", "-xJf", str(archive), "-C", str(target)], check=True)
+            done.touch()
+        names.append(archive.name)
+    return names
 
 
 def main(arguments: Sequence[str]) -> int:
     """Fetches packages and prints what they weigh."""
     parser = argparse.ArgumentParser(prog="./dev bench fetch_wheels", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(".cache/gpu-wheels"), help="folder of the archives")
+    parser.add_argument("--out", type=Path, default=Path(".whl/gpu"), help="folder of the archives")
     parser.add_argument("--downloads", type=Path, default=Path(".cache/downloads"), help="folder of the wheels")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="distributions; all when left out")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="distributions or sets; all when left out")
     options = parser.parse_args(list(arguments))
     sizes = fetch(options.out, options.downloads, options.names)
     sys.stdout.writelines(f"{name:20s} {size:>12,} bytes\n" for name, size in sizes.items())

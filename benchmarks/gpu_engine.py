@@ -1,4 +1,7 @@
-"""The graded model on a GPU through the engine, with chosen kernels, from token ids to token ids."""
+"""A checkpoint on a device through the engine, with chosen kernels, from token ids to token ids.
+
+It needs neither the package that renders prompts nor a server's: a GPU machine without a network may lack them.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from halocline.backends_cuda.manifest import MANIFEST as CUDA
-from halocline.backends_reference.manifest import MANIFEST as REFERENCE
+from halocline.benchmarks.gpu_sizes import KERNEL_SETS
 from halocline.engine.admission import admit
 from halocline.engine.config import EngineConfig
 from halocline.engine.engine import Engine
 from halocline.engine.request import Request
 from halocline.engine.sampler import Sampler
 from halocline.engine.sampling_params import SamplingParams
-from halocline.hal.backend import load_backend
+from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.formats import recipe
 from halocline.hal.probe import probe
 from halocline.hal.runtime import load_ops
@@ -29,21 +31,14 @@ from halocline.models.checkpoint_source import CheckpointSource
 if TYPE_CHECKING:
     from halocline.hal.table import KernelTable
 
-__all__ = ["LIBRARIES", "MANIFESTS", "PORTABLE", "GpuModel", "load_model"]
+__all__ = ["PORTABLE", "GpuModel", "kernel_flags", "load_model"]
 
-MANIFESTS = (REFERENCE, CUDA)
+PORTABLE = KERNEL_SETS["portable"]
 
-PORTABLE = ("*=triton",)
-LIBRARIES = {
-    "attention.sparse_decode": "flashmla",
-    "attention.sparse_prefill": "flashmla",
-    "gemm.linear": "deep_gemm",
-    "attention.output": "deep_gemm",
-    "indexer.logits": "deep_gemm",
-    "moe.experts": "triton_kernels",
-    "hyper_connection.read": "flashinfer",
-    "hyper_connection.write": "flashinfer",
-}
+
+def kernel_flags(name: str) -> tuple[str, ...]:
+    """The overrides of a kernel set on this machine: a CPU has the reference alone, whatever the set."""
+    return KERNEL_SETS[name] if probe(process_settings()).is_gpu else ()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -87,7 +82,7 @@ def load_model(
     Args:
         folder: Of the checkpoint.
         kernels: Overrides, as `--kernel` takes them.
-        graph_sizes: Batch sizes to capture; none runs eagerly.
+        graph_sizes: Batch sizes to capture; none runs eagerly, as does a device without graphs.
         max_requests: Requests in flight.
         max_positions: Longest context.
         max_step_tokens: Tokens of a step.
@@ -102,7 +97,6 @@ def load_model(
         settings=settings,
         flags=kernels,
         device=device,
-        manifests=MANIFESTS,
         graphs=bool(graph_sizes),
     )
     with CheckpointSource(checkpoint, device=device.torch_device) as source:
@@ -117,7 +111,7 @@ def load_model(
             with_draft=False,
         )
     config = EngineConfig(
-        cache_bytes=2 * 2**30,
+        cache_bytes=2 * 2**30 if device.is_gpu else 2**28,
         max_requests=max_requests,
         max_positions=max_positions,
         max_step_tokens=max_step_tokens,
@@ -125,5 +119,5 @@ def load_model(
         eos_ids=checkpoint.config.eos_token_ids,
     )
     sampler = Sampler(max_requests, model.vocab_size, load_ops(table), device.torch_device)
-    capture = load_backend(MANIFESTS, device.vendor) if graph_sizes else None
+    capture = load_backend(load_manifests(), device.vendor) if graph_sizes else None
     return GpuModel(table=table, engine=Engine(model, sampler, config, device=device.torch_device, capture=capture))

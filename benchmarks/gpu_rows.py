@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "read_rows", "versions"]
 
 _PACKAGES = (
     "torch",
@@ -23,10 +23,13 @@ _PACKAGES = (
     "sgl-deep-gemm",
     "flashinfer-python",
     "sgl-flash-mla",
+    "tilelang",
+    "transformers",
 )
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """What is installed of the packages that figures depend on."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -38,7 +41,12 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str:
     command = ["git", "rev-parse", "--short", "HEAD"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).resolve().parent)
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=Path(__file__).resolve().parent
+        )
+    except FileNotFoundError:
+        return "unknown"
     return result.stdout.strip() or "unknown"
 
 
@@ -48,15 +56,18 @@ class Rows:
     Several processes may append to one file.
     """
 
-    def __init__(self, path: Path, *, part: str = "", commit: str = "") -> None:
-        import torch
+    def __init__(self, path: Path, *, part: str = "", commit: str = "", device: str = "") -> None:
+        """Opens the file for more rows.
 
+        Args:
+            path: Of the file.
+            part: Of the session that writes.
+            commit: What is measured; git is asked when left out.
+            device: What it is measured on; torch is asked when left out.
+        """
         self._path, self._part = path, part
-        self._facts = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "versions": _versions(),
-            "commit": commit or _commit(),
-        }
+        self._facts = {"device": device or _device(), "versions": versions(), "commit": commit or _commit()}
+        self.failures = 0
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def add(
@@ -89,13 +100,31 @@ class Rows:
 
     @contextmanager
     def guard(self, name: str, **params: object) -> Iterator[None]:
-        """Turns a failure into a row, and notes how long the part took."""
+        """Turns a failure into a row, and notes how long the block took."""
         start = time.perf_counter()
         try:
             yield
-        except Exception as error:  # one part must not end the session
+        except Exception as error:  # one measurement must not end the part
+            self.failures += 1
             text = f"{type(error).__name__}: {error}"
             last = "".join(traceback.format_tb(error.__traceback__)[-3:])
             self.add(name, f"{text[:600]} | {last[-900:]}", "error", params=params)
         else:
             self.add(f"{name}.seconds", round(time.perf_counter() - start, 2), "s", params=params)
+
+
+def _device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file; a last line that was cut off is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

@@ -1,7 +1,8 @@
-"""Everything that is measured on one H200, within a few minutes and without a network; rows of JSON come out.
+"""Everything that is measured on one GPU, within minutes and without a network; rows of JSON come out.
 
-First all parts that check something run side by side, and with them the compilation of what is timed later. Then the
-timed parts run alone. A part that fails or takes too long leaves its rows and its log; the others go on.
+`./dev gpu` starts it. First the parts that check something run side by side, and with them the compilation of what is
+timed later; then the timed parts run alone. A part that fails or takes too long leaves its rows and its log, the others
+go on, and a later session with the same folder runs what is not done yet. docs/benchmarks.md is the run book.
 """
 
 from __future__ import annotations
@@ -11,68 +12,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from halocline.benchmarks.fetch_wheels import unpack
+from halocline.benchmarks.gpu_plan import CALLS, PARTS, Part, chosen_parts
+from halocline.benchmarks.gpu_rows import Rows, read_rows
 
-__all__ = ["main"]
+__all__ = ["Session", "done_parts", "environment", "main"]
 
-_STREAMS = ("hyper_connection.read", "hyper_connection.write")
-# By plan: parts that check or compile, side by side, then parts that are timed, alone and in order of importance.
-_PLANS: dict[str, tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]]] = {
-    "full": (
-        (
-            ("parity",),
-            ("tokens", "--eager"),
-            ("parity_libraries",),
-            ("tokens_libraries", "--eager"),
-            ("decode_libraries", "--warm", "--shapes", "1", "8", "prefill"),
-            ("decode_libraries", "--warm", "--shapes", "32", "128"),
-            ("decode", "--warm", "--shapes", "prefill", "8", "1"),
-            ("decode", "--warm", "--shapes", "128", "32"),
-            ("graphs",),
-            ("cases", "--families", "attention"),
-            ("cases", "--families", "compressor", "kv_cache"),
-            ("cases", "--families", "gemm", "hyper_connection"),
-            ("cases", "--families", "moe"),
-            ("cases", "--families", "indexer", "norm", "sampling", "collective"),
-        ),
-        (
-            ("decode_libraries",),
-            ("decode",),
-            ("decode_libraries", "--shapes", "1", "32", "--trace"),
-            ("decode_libraries", "--shapes", "1", "32", "--without"),
-        ),
-    ),
-    "short": (
-        (
-            ("tokens_libraries", "--sampling", "reference"),
-            ("tokens_libraries", "--without", *_STREAMS, "indexer.logits"),
-            ("tokens",),
-            ("graphs",),
-            ("decode_libraries", "--warm", "--shapes", "1", "8"),
-            ("decode_libraries", "--warm", "--shapes", "32", "128"),
-            ("decode_libraries", "--warm", "--shapes", "prefill"),
-            ("decode", "--warm", "--shapes", "prefill", "1"),
-            ("decode", "--warm", "--shapes", "32", "128"),
-            ("cases", "--families", "hyper_connection", "--kernels", "hyper_connection.read=flashinfer"),
-            ("cases", "--families", "kv_cache", "--kernels", "kv_cache.write_rows=triton"),
-            ("cases", "--families", "gemm", "--kernels", "gemm.linear=triton"),
-            ("cases", "--families", "moe", "--kernels", "moe.experts=triton", "moe.experts=triton_kernels"),
-            ("cases", "--families", "indexer", "sampling", "--kernels", "indexer.logits=deep_gemm",
-             "sampling.sample=triton"),
-        ),
-        (
-            ("decode_libraries", "--shapes", "1", "8", "32", "128", "prefill"),
-            ("decode", "--shapes", "1", "32", "prefill", "128"),
-            ("decode_libraries", "--shapes", "1", "32", "--trace"),
-            ("decode_libraries", "--shapes", "1", "32", "--without"),
-        ),
-    ),
-}  # fmt: skip
 _POLL_SECONDS = 0.5
+_MEMORY_GIB = 132
+_LARGE_GIB = 100  # parts that nearly fill the device must not lose memory to fragments
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,108 +33,218 @@ class Session:
     """How parts are started.
 
     Attributes:
-        out: Folder of logs.
-        environment: `NAME=value` for `env`.
+        work: Folder of logs and answers.
+        scratch: Folder of unpacked packages and of compiled kernels.
+        environment: Variables of every part, beside those of this process.
         options: Arguments that every part takes.
+        rows: Notes of the session itself.
+        memory_gib: What parts that run side by side may take together.
     """
 
-    out: Path
-    environment: tuple[str, ...]
+    work: Path
+    scratch: Path
+    environment: dict[str, str]
     options: tuple[str, ...]
+    rows: Rows
+    memory_gib: int = _MEMORY_GIB
 
-    def start(self, part: Sequence[str]) -> subprocess.Popen[bytes]:
+    def start(self, part: Part) -> Running:
         """Starts a part in a process group of its own, with its output in a log."""
-        name = "-".join(word.strip("-").replace("=", "-") for word in part)
-        log = (self.out / f"{name}.log").open("wb")
-        command = ["env", *self.environment, sys.executable, "-m", "halocline.benchmarks", "gpu_parts", *part]
-        with log:
-            return subprocess.Popen(
-                [*command, *self.options], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        variables = {
+            **self.environment,
+            **caches(self.scratch / "own" / part.name if part.own_caches else self.scratch),
+        }
+        if part.gib >= _LARGE_GIB:
+            variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        settings = [f"{name}={value}" for name, value in variables.items()]
+        command = ["env", *settings, sys.executable, "-m", "halocline.benchmarks", "gpu_parts", *part.command]
+        with (self.work / f"{part.name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, *self.options, "--label", part.name],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+        return Running(part=part, process=process, begun=time.monotonic())
 
-    def finish(self, running: Iterable[tuple[Sequence[str], subprocess.Popen[bytes]]], deadline: float) -> None:
-        """Waits for parts up to a time; those that are late are ended."""
-        left = list(running)
-        while left and time.monotonic() < deadline:
+    def together(self, parts: Sequence[Part], deadline: float) -> None:
+        """Runs parts side by side, each as soon as its memory is free; what is late is ended."""
+        waiting, running = list(parts), list[Running]()
+        while (waiting or running) and time.monotonic() < deadline:
+            for part in list(waiting):
+                taken = sum(one.part.gib for one in running)
+                if taken + part.gib <= self.memory_gib or not running:
+                    waiting.remove(part)
+                    running.append(self.start(part))
             time.sleep(_POLL_SECONDS)
-            for part, process in [(part, process) for part, process in left if process.poll() is not None]:
-                _say(f"{' '.join(part)} ended with status {process.returncode}")
-            left = [(part, process) for part, process in left if process.poll() is None]
-        for part, process in left:
-            _say(f"{' '.join(part)} is late and was ended")
-            process.terminate()
-        for _, process in left:
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            running = [one for one in running if not self._ended(one)]
+        for one in running:
+            self._end(one)
+        for part in waiting:
+            self.rows.add("session.part", "not started", "status", params={"part": part.name})
+
+    def in_turn(self, parts: Sequence[Part], deadline: float) -> None:
+        """Runs parts one after the other; each may use the time that those behind it do not need."""
+        for index, part in enumerate(parts):
+            behind = sum(one.seconds for one in parts[index + 1 :])
+            until = max(deadline - behind, time.monotonic() + min(part.seconds, deadline - time.monotonic()))
+            self._alone(part, until)
+
+    def _alone(self, part: Part, until: float) -> None:
+        one = self.start(part)
+        while time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            if self._ended(one):
+                return
+        self._end(one)
+
+    def _ended(self, one: Running) -> bool:
+        """Notes a part that has ended; ends one that takes longer than it may while others run."""
+        status, seconds = one.process.poll(), time.monotonic() - one.begun
+        if status is None:
+            if one.part.alone or seconds < one.part.seconds:
+                return False
+            self._end(one)
+            return True
+        self._note(one, "done" if status == 0 else f"ended with {status}", seconds)
+        return True
+
+    def _end(self, one: Running) -> None:
+        one.process.terminate()
+        try:
+            one.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            one.process.kill()
+            one.process.wait(timeout=5)
+        self._note(one, "late", time.monotonic() - one.begun)
+
+    def _note(self, one: Running, status: str, seconds: float) -> None:
+        params = {"part": one.part.name, "seconds": round(seconds, 1)}
+        self.rows.add("session.part", status, "status", params=params)
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(f"[{time.strftime('%H:%M:%S')}] {text}\n")
-    sys.stdout.flush()
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Running:
+    """A part that has been started."""
+
+    part: Part
+    process: subprocess.Popen[bytes]
+    begun: float
+
+
+def done_parts(path: Path) -> set[str]:
+    """The parts that came to a good end, by the rows of earlier sessions."""
+    rows = read_rows(path) if path.exists() else []
+    last = {row["params"]["part"]: row["value"] for row in rows if row["name"] == "session.part"}
+    return {name for name, status in last.items() if status == "done"}
+
+
+def caches(folder: Path) -> dict[str, str]:
+    """Where compilers keep their kernels."""
+    return {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "DG_JIT_CACHE_DIR": str(folder / "deep_gemm"),
+        "FLASHINFER_WORKSPACE_BASE": str(folder / "flashinfer"),
+        "TILELANG_CACHE_DIR": str(folder / "tilelang"),
+    }
+
+
+def environment(site: Path, work: Path) -> dict[str, str]:
+    """The variables of a part: the unpacked packages on its path, a toolkit for compilers, one thread for the host."""
+    nvcc = shutil.which("nvcc")
+    toolkit = Path(nvcc).resolve().parent.parent if nvcc else Path("/usr/local/cuda")
+    # `./dev gpu` describes the checkout as an installed distribution in .cache/site, where backends are found.
+    paths = (_ROOT / "src", _ROOT / ".cache" / "site", site)
+    return {
+        "PYTHONPATH": ":".join(str(path) for path in paths),
+        "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
+        "HALOCLINE_DUMP_DIR": str(work / "dumps"),
+        "CUDA_HOME": str(toolkit),
+        "OMP_NUM_THREADS": "1",
+        "MAX_JOBS": "6",
+        "PYTHONFAULTHANDLER": "1",
+    }
 
 
 def _deliver(work: Path, out: Path) -> None:
     """Packs logs, answers and dumps: few files come back from some machines."""
-    for name, pattern in (("logs", "*.log"), ("answers", "*.json"), ("dumps", "dumps")):
+    for name, pattern in (("logs", "*.log"), ("answers", "*.json"), ("texts", "*.[tx]*[tl]"), ("dumps", "dumps")):
         files = sorted(path.name for path in work.glob(pattern))
         if files:
-            archive = out / f"{name}.tar.gz"
-            subprocess.run(["tar", "-czf", str(archive), "-C", str(work), *files], check=False)
+            subprocess.run(["tar", "-czf", str(out / f"{name}.tar.gz"), "-C", str(work), *files], check=False)
 
 
-def _environment(folders: Iterable[Path], scratch: Path) -> tuple[str, ...]:
-    nvcc = shutil.which("nvcc")
-    toolkit = Path(nvcc).resolve().parent.parent if nvcc else Path("/usr/local/cuda")
-    root = Path(__file__).resolve().parent.parent
-    path = ":".join(str(folder) for folder in (root / "src", *folders))
-    return (
-        f"PYTHONPATH={path}",
-        f"TRITON_CACHE_DIR={scratch / 'triton'}",
-        f"DG_JIT_CACHE_DIR={scratch / 'deep_gemm'}",
-        f"FLASHINFER_WORKSPACE_BASE={scratch / 'flashinfer'}",
-        "FLASHINFER_CUDA_ARCH_LIST=9.0a",
-        f"HALOCLINE_DUMP_DIR={scratch / 'work' / 'dumps'}",
-        f"CUDA_HOME={toolkit}",
-        "OMP_NUM_THREADS=1",
-        "MAX_JOBS=6",
-        "PYTHONFAULTHANDLER=1",
-    )
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="./dev gpu", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder of rows and logs; kept rows tell what is done already")
+    parser.add_argument("--wheels", type=Path, help="folder of archives, from fetch_wheels")
+    parser.add_argument("--prompts", type=Path, help="file from gpu_prompts; prompts.json of the wheels if left out")
+    parser.add_argument("--parts", default="", metavar="A,B", help="only these parts")
+    parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
+    parser.add_argument("--seconds", type=float, default=565.0, help="for everything")
+    parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
+    parser.add_argument("--scratch", type=Path, default=Path("/tmp/halocline-gpu"), help="folder that may be lost")
+    parser.add_argument("--again", action="store_true", help="also run what is done already")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes: shows on a CPU that parts run")
+    parser.add_argument("--list", action="store_true", help="say what there is, and end")
+    options = parser.parse_args(list(arguments))
+    if options.out is None and not options.list:
+        parser.error("--out is needed")
+    return options
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the session."""
-    parser = argparse.ArgumentParser(prog="./dev bench gpu_session", description=__doc__)
-    parser.add_argument("--wheels", type=Path, help="folder of archives, from fetch_wheels")
-    parser.add_argument("--prompts", type=Path, help="file from gpu_prompts")
-    parser.add_argument("--out", type=Path, required=True, help="folder of rows and logs")
-    parser.add_argument("--seconds", type=float, default=440.0, help="for everything")
-    parser.add_argument("--checks", type=float, default=250.0, help="of these, for the parts that check")
-    parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
-    parser.add_argument("--plan", choices=_PLANS, default="full", help="which parts run")
-    options = parser.parse_args(list(arguments))
-    start = time.monotonic()
+    """Runs the session; 1 if a part did not come to a good end."""
+    options, start = _parse(arguments), time.monotonic()
+    names = [name for name in options.parts.split(",") if name]
+    try:
+        parts = chosen_parts(names, options.calls)
+    except ValueError as error:
+        sys.stderr.write(f"gpu: {error}\n")
+        return 2
+    if options.list:
+        _list(parts)
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    scratch = Path("/tmp/halocline-gpu")
-    folders = unpack(options.wheels.resolve(), scratch / "site") if options.wheels else []
-    _say(f"{len(folders)} packages unpacked after {time.monotonic() - start:.1f} s")
-    prompts = ("--prompts", str(options.prompts)) if options.prompts else ()
-    work, rows = scratch / "work", options.out / "rows.jsonl"
+    path, work, site = options.out / "rows.jsonl", options.scratch / "work", options.scratch / "site"
+    if not options.again:
+        done = done_parts(path)
+        parts = [part for part in parts if part.name not in done]
     work.mkdir(parents=True, exist_ok=True)
+    unpacked = unpack(options.wheels.resolve(), site) if options.wheels else []
+    prompts = options.prompts or (options.wheels / "prompts.json" if options.wheels else None)
     session = Session(
-        out=work,
-        environment=_environment(folders, scratch),
-        options=("--out", str(work), "--rows", str(rows.resolve()), "--commit", options.commit, *prompts),
+        work=work,
+        scratch=options.scratch,
+        environment=environment(site.resolve(), work.resolve()),
+        options=(
+            *("--out", str(work.resolve()), "--rows", str(path.resolve()), "--commit", options.commit),
+            *(("--prompts", str(prompts.resolve())) if prompts else ()),
+            *(("--wheels", str(options.wheels.resolve())) if options.wheels else ()),
+            *(("--tiny",) if options.tiny else ()),
+        ),
+        rows=Rows(path, part="session", commit=options.commit),
     )
-    side_by_side, alone = _PLANS[options.plan]
-    session.finish([(part, session.start(part)) for part in side_by_side], start + options.checks)
+    session.rows.add("session.unpacked", unpacked, "archives", params={"seconds": round(time.monotonic() - start, 1)})
+    alone = [part for part in parts if part.alone]
+    reserved = sum(part.seconds for part in alone)
+    checks = [part for part in parts if not part.alone]
+    session.together(checks, start + max(options.seconds - reserved, options.seconds / 3))
     _deliver(work, options.out)
-    for number, part in enumerate(alone):
-        # The first of those that are left gets two shares.
-        left = start + options.seconds - time.monotonic()
-        deadline = time.monotonic() + 2 * left / (len(alone) - number + 1)
-        session.finish([(part, session.start(part))], deadline)
+    session.in_turn(alone, start + options.seconds)
     _deliver(work, options.out)
-    _say(f"{len(rows.read_text().splitlines()) if rows.exists() else 0} rows in {rows}")
-    return 0
+    left = [part.name for part in parts if part.name not in done_parts(path)]
+    sys.stdout.write(f"{len(read_rows(path))} rows in {path}; not done: {', '.join(left) or 'nothing'}\n")
+    return int(bool(left))
+
+
+def _list(parts: Sequence[Part]) -> None:
+    for part in parts:
+        how = "alone" if part.alone else f"{part.gib} GiB"
+        sys.stdout.write(f"{part.call}  {part.name:20s} {part.seconds:4d} s  {how:8s} {part.proves}\n")
+    for call in CALLS:
+        own = [part for part in PARTS if part.call == call and part in parts]
+        checks = max((part.seconds for part in own if not part.alone), default=0)
+        alone = sum(part.seconds for part in own if part.alone)
+        if own:
+            sys.stdout.write(f"call {call}: {checks} s side by side at most, {alone} s in turn\n")

@@ -1,0 +1,135 @@
+"""Timed parts of a GPU session: decode steps and prefills of a released model's first layers against their roofs."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halocline.benchmarks import device_clock
+from halocline.benchmarks.decode_step import DecodeStep, distinct_experts, random_model
+from halocline.benchmarks.gpu_engine import kernel_flags
+from halocline.benchmarks.roofline import STEP_PEERS, cut, decode_step, prefill_rate
+from halocline.benchmarks.roofline import distinct_experts as expected_experts
+
+if TYPE_CHECKING:
+    from halocline.benchmarks.gpu_rows import Rows
+    from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.deepseek_v4.model import DeepseekV4Model
+
+__all__ = ["decode"]
+
+_KERNELS_SHOWN = 25
+
+
+def decode(rows: Rows, options: argparse.Namespace) -> None:
+    """Steps and prefills of each kernel set that was asked for; `--warm` runs every shape once and times nothing."""
+    for name in options.sets:
+        _one_set(rows, options, name)
+
+
+def _model_of(options: argparse.Namespace) -> tuple[str, DeepseekV4Config]:
+    sizes = options.sizes
+    layers = options.layers or {"flash": sizes.layers, "pro": sizes.pro_layers}[options.preset]
+    config = cut(getattr(sizes, options.preset), layers)
+    if options.warm:  # a layer of each kind has every shape, so that they suffice to compile
+        kinds = tuple(dict.fromkeys(config.compress_ratios))
+        config = config.replace(num_hidden_layers=len(kinds), compress_ratios=kinds, num_hash_layers=1)
+    return options.preset, config
+
+
+def _one_set(rows: Rows, options: argparse.Namespace, name: str) -> None:
+    preset, config = _model_of(options)
+    params = {
+        "kernels": name,
+        "model": preset,
+        "layers": config.num_hidden_layers,
+        **({"warm": True} if options.warm else {}),
+    }
+    shapes = options.shapes or [*map(str, options.sizes.batches), "prefill"]
+    with rows.guard("decode.model", **params):
+        start = time.perf_counter()
+        longest = options.sizes.context + 256
+        model, table = random_model(config, kernel_flags(name), max_positions=longest)
+        device_clock.settle()
+        device_clock.release()
+        rows.add("decode.weights", round(time.perf_counter() - start, 2), "s", params=params)
+        rows.add("decode.kernels", _bound(table.rows()), "kernels", params=params)
+        for shape in shapes:
+            if shape == "prefill":
+                with rows.guard("prefill", **params):
+                    _prefill(rows, model, params, options)
+            else:
+                with rows.guard("decode", batch=shape, **params):
+                    _step(rows, model, {**params, "batch": int(shape)}, options)
+            device_clock.release()
+        rows.add("decode.memory", round(device_clock.used_gib(), 1), "GiB", params=params)
+
+
+def _bound(table: Sequence[dict[str, Any]]) -> dict[str, str]:
+    return {row["op"]: row["chosen"] for row in table if row["chosen"]}
+
+
+def _step(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options: argparse.Namespace) -> None:
+    batch, context = params["batch"], options.sizes.context
+    step = DecodeStep(model, batch=batch, max_positions=context + 256)
+    step.place([context] * batch)
+    if options.warm:
+        step.logits()
+        device_clock.settle()
+        return
+    params = {**params, "context": context}
+    roof = decode_step(model.config, batch=batch, context=context)
+    met = distinct_experts(model, step.logits)
+    rows.add(
+        "decode.experts", met, "distinct experts a layer", params=params, roof=expected_experts(model.config, batch)
+    )
+    replay, out = step.capture()
+    times = device_clock.milliseconds(replay, rounds=options.sizes.rounds)
+    value, serial = device_clock.median(times), roof.serial * 1e3
+    rows.add("decode.step", round(value, 4), "ms", params=params, roof=round(serial, 4), share=round(serial / value, 4))
+    rows.add("decode.spread", [round(times[0], 4), round(times[-1], 4)], "ms", params=params)
+    rows.add("decode.finite", bool(out.isfinite().all()), "bool", params=params)
+    for peer in STEP_PEERS:
+        if batch in peer.step and params["model"] == "flash" and params["layers"] == options.sizes.layers:
+            compared = {**params, "peer": peer.name, "peer_ms": peer.step[batch], "peer_share": peer.share[batch]}
+            rows.add("decode.peer", round(peer.step[batch] / value, 3), "x the peer", params=compared)
+    if options.trace:  # last: the profiler takes long to start
+        _trace(rows, replay, params, roof.nodes)
+
+
+def _trace(rows: Rows, replay: Callable[[], None], params: dict[str, Any], nodes: int) -> None:
+    """Where a replay goes, by kernel."""
+    found = device_clock.kernels_of(replay)
+    shown = {name: found[name] for name in list(found)[:_KERNELS_SHOWN]}
+    rows.add("decode.trace", shown, "us and launches", params=params)
+    rows.add("decode.launches", sum(count for _, count in found.values()), "launches", params=params, roof=nodes)
+
+
+def _prefill(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options: argparse.Namespace) -> None:
+    tokens = options.sizes.context
+    step = DecodeStep(model, batch=1, max_positions=tokens, whole_windows=True)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, model.vocab_size, (tokens,), generator=generator).tolist()
+    batch = step.prefill_batch(ids)
+
+    def run() -> None:
+        plan = model.plan_step(batch, step.geometry, reuse=None)
+        model.compute_logits(model.forward(batch, plan, step.cache).hidden_TD[-1:])
+
+    run()
+    device_clock.settle()
+    if options.warm:
+        return
+    times = device_clock.milliseconds(run, rounds=5)
+    rate = tokens / device_clock.median(times) * 1e3
+    roof = prefill_rate(model.config, tokens=tokens)
+    params = {**params, "tokens": tokens}
+    rows.add("prefill.rate", round(rate), "tokens/s", params=params, roof=round(roof), share=round(rate / roof, 4))
+    if options.trace:
+        found = device_clock.kernels_of(run)
+        shown = {name: found[name] for name in list(found)[:_KERNELS_SHOWN]}
+        rows.add("prefill.trace", shown, "us and launches", params=params)

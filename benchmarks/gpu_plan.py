@@ -1,0 +1,321 @@
+"""What a GPU session consists of: its parts, what each proves, and what it may take. Data, free of torch.
+
+Parts that check or compile run side by side, as far as the device's memory goes; parts that time something run alone,
+after them. Three calls of less than ten minutes hold everything, because some machines are lent for so long at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CALLS", "PARTS", "Part", "chosen_parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One process of a session.
+
+    Attributes:
+        name: As `--parts` takes it; unique.
+        command: Arguments of `gpu_parts`.
+        proves: What its rows say.
+        call: In which of the three calls it runs.
+        seconds: After so many it is ended.
+        gib: Device memory that it takes at most.
+        alone: Whether it times something, so that nothing may run beside it.
+        own_caches: Whether it starts with empty caches of compiled kernels.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    proves: str
+    call: int
+    seconds: int
+    gib: int = 4
+    alone: bool = False
+    own_caches: bool = False
+
+
+def _warm(name: str, *words: str, call: int, gib: int, seconds: int = 150) -> Part:
+    return Part(
+        name=name,
+        command=("decode", "--warm", *words),
+        proves="compiles what is timed later",
+        call=call,
+        seconds=seconds,
+        gib=gib,
+    )
+
+
+def _cases(
+    name: str, *ops: str, call: int = 1, gib: int = 4, kernels: tuple[str, ...] = (), seconds: int = 260
+) -> Part:
+    return Part(
+        name=name,
+        command=("cases", "--ops", *ops, *(("--kernels", *kernels) if kernels else ())),
+        proves="parity of kernels with the reference on every input, outputs poisoned",
+        call=call,
+        seconds=seconds,
+        gib=gib,
+    )
+
+
+def _sanitized(name: str, *ops: str) -> Part:
+    return Part(
+        name=name,
+        command=("sanitizer", "--ops", *ops),
+        proves="no access beside a tensor in portable kernels",
+        call=3,
+        seconds=300,
+        gib=4,
+    )
+
+
+# Ordered by what the next thing to be known is worth, within each call.
+PARTS = (
+    # ---- call 1: answers, parity, graphs; then decode and prefill, the peer --------------------------------------
+    Part(
+        name="graded",
+        command=("graded", "--sets", "default", "--batches", "32", "1"),
+        proves="score and answers of the graded model on the libraries, in graphs, at batch 1 and 32",
+        call=1,
+        seconds=280,
+    ),
+    _warm("warm-default", "--sets", "default", "--shapes", "1", "8", call=1, gib=28),
+    _warm("warm-default-large", "--sets", "default", "--shapes", "32", "128", "prefill", call=1, gib=28),
+    _warm("warm-portable", "--sets", "portable", "--shapes", "1", "8", "32", "128", "prefill", call=1, gib=20),
+    Part(
+        name="graphs",
+        command=("graphs", "--sets", "default", "portable"),
+        proves="replays give the bits of eager steps, with long neighbours and garbage in the padding",
+        call=1,
+        seconds=200,
+        gib=8,
+    ),
+    _cases("parity-decode", "attention.sparse_decode"),
+    _cases("parity-prefill", "attention.sparse_prefill"),
+    _cases("parity-attention", "attention.plan", "attention.prepare_query", "attention.output"),
+    _cases("parity-gemm", "gemm", gib=8),
+    _cases("parity-experts", "moe", gib=16),
+    _cases("parity-compressor", "compressor"),
+    _cases("parity-cache", "kv_cache"),
+    _cases("parity-index", "indexer"),
+    _cases("parity-rest", "hyper_connection", "norm", "sampling", "collective"),
+    Part(
+        name="decode",
+        command=("decode", "--sets", "default", "--trace"),
+        proves="decode steps of 8 layers at batch 1, 8, 32, 128 and a prefill, against their roofs and by kernel",
+        call=1,
+        seconds=60,
+        gib=80,
+        alone=True,
+    ),
+    Part(
+        name="peer",
+        command=("peer",),
+        proves="decode at batch 1 against Transformers on the same four layers, in turn",
+        call=1,
+        seconds=70,
+        gib=90,
+        alone=True,
+    ),
+    Part(
+        name="decode-portable",
+        command=("decode", "--sets", "portable", "--trace"),
+        proves="the same on portable kernels alone",
+        call=1,
+        seconds=50,
+        gib=80,
+        alone=True,
+    ),
+    Part(
+        name="decode-deep",
+        command=("decode", "--sets", "default", "--layers", "36", "--shapes", "1", "32"),
+        proves="36 layers on one device at batch 1 and 32",
+        call=1,
+        seconds=50,
+        gib=138,
+        alone=True,
+    ),
+    Part(
+        name="speed",
+        command=("speed",),
+        proves="microseconds of each kernel beside the others of its op",
+        call=1,
+        seconds=60,
+        gib=16,
+        alone=True,
+    ),
+    # ---- call 2: the engine once it is ready, overrides, width, start, other programs ----------------------------
+    Part(
+        name="explain",
+        command=("explained",),
+        proves="which kernels are bound on this machine",
+        call=2,
+        seconds=60,
+        gib=1,
+    ),
+    Part(
+        name="ready",
+        command=("ready", "--sets", "default"),
+        proves="nothing is compiled and no module imported once an engine is ready",
+        call=2,
+        seconds=240,
+        gib=6,
+        own_caches=True,
+    ),
+    Part(
+        name="ready-portable",
+        command=("ready", "--sets", "portable"),
+        proves="the same on portable kernels alone",
+        call=2,
+        seconds=240,
+        gib=6,
+        own_caches=True,
+    ),
+    Part(
+        name="overrides",
+        command=("overrides",),
+        proves="each kernel of each op runs when it is asked for",
+        call=2,
+        seconds=270,
+        gib=4,
+    ),
+    Part(
+        name="generation",
+        command=("generation",),
+        proves="compare mode inside a generation, kernel by kernel",
+        call=2,
+        seconds=240,
+        gib=4,
+    ),
+    Part(
+        name="tests",
+        command=("tests",),
+        proves="the tests that need a device",
+        call=2,
+        seconds=240,
+        gib=6,
+    ),
+    Part(
+        name="wheel",
+        command=("wheel",),
+        proves="the wheel installs in an empty environment and runs",
+        call=2,
+        seconds=150,
+        gib=1,
+    ),
+    Part(
+        name="width",
+        command=("width", "--sets", "default", "portable"),
+        proves="four full-width layers of all kinds against the reference on 64 positions",
+        call=2,
+        seconds=240,
+        gib=44,
+    ),
+    _warm(
+        "warm-pro",
+        "--preset",
+        "pro",
+        "--sets",
+        "default",
+        "--shapes",
+        "1",
+        "32",
+        "prefill",
+        call=2,
+        gib=75,
+        seconds=200,
+    ),
+    Part(
+        name="warm-start",
+        command=("start", "--sets", "default", "--layers", "4", "--caches", "filling"),
+        proves="compiles what the next start finds",
+        call=2,
+        seconds=200,
+        gib=40,
+    ),
+    Part(
+        name="start-warm",
+        command=("start", "--sets", "default", "--caches", "warm"),
+        proves="cold start of 36 layers to the first token, kernels compiled before",
+        call=2,
+        seconds=60,
+        gib=138,
+        alone=True,
+    ),
+    Part(
+        name="decode-pro",
+        command=("decode", "--preset", "pro", "--sets", "default", "--shapes", "1", "32", "prefill"),
+        proves="decode and prefill of the larger model's layers against their roofs",
+        call=2,
+        seconds=60,
+        gib=120,
+        alone=True,
+    ),
+    Part(
+        name="start-cold",
+        command=("start", "--sets", "default", "--caches", "empty"),
+        proves="the same with empty kernel caches",
+        call=2,
+        seconds=150,
+        gib=138,
+        alone=True,
+        own_caches=True,
+    ),
+    # ---- call 3: the complete AMD table, tilelang ----------------------------------------------------------------
+    Part(
+        name="graded-portable",
+        command=("graded", "--sets", "portable", "--batches", "32", "1"),
+        proves="score and answers on portable Triton for every op",
+        call=3,
+        seconds=300,
+    ),
+    Part(
+        name="graded-tilelang",
+        command=("graded", "--sets", "tilelang", "--batches", "32"),
+        proves="the same with tilelang attention",
+        call=3,
+        seconds=300,
+    ),
+    _sanitized("sanitizer-attention", "attention", "kv_cache"),
+    _sanitized("sanitizer-dense", "gemm", "norm", "hyper_connection", "sampling"),
+    _sanitized("sanitizer-experts", "moe", "compressor", "indexer"),
+    _cases("tilelang-attention", "attention", call=3, kernels=("tilelang",), seconds=300),
+    _cases("tilelang-gemm", "gemm", call=3, kernels=("tilelang",), seconds=300),
+    _cases("tilelang-rest", "indexer", "hyper_connection", call=3, kernels=("tilelang",), seconds=300),
+    Part(
+        name="racecheck",
+        command=("sanitizer", "--tool", "racecheck", "--ops", "attention", "moe", "indexer", "norm"),
+        proves="no race in shared memory of portable kernels",
+        call=3,
+        seconds=330,
+        gib=4,
+    ),
+    Part(
+        name="speed-tilelang",
+        command=("speed", "--kernels", "tilelang", "triton"),
+        proves="microseconds of tilelang and portable kernels",
+        call=3,
+        seconds=150,
+        gib=16,
+        alone=True,
+    ),
+)
+CALLS = tuple(sorted({part.call for part in PARTS}))
+
+
+def chosen_parts(names: Sequence[str], calls: Sequence[int]) -> list[Part]:
+    """The parts that were asked for, in the plan's order: by name, by call, or all of them.
+
+    Raises:
+        ValueError: If there is no such part.
+    """
+    known = {part.name for part in PARTS}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise ValueError(f"no part is called {', '.join(unknown)}; there are {', '.join(p.name for p in PARTS)}")
+    if names:
+        return [part for part in PARTS if part.name in names]
+    return [part for part in PARTS if not calls or part.call in calls]

@@ -1,0 +1,121 @@
+"""Part of a GPU session: from the start of a process to the first token, and where the time goes.
+
+The model has as many full-width layers as fit, with weights that are made on the device. A process of its own measures
+itself; the time before its first line is what is left of the time that the parent saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from halocline.benchmarks.gpu_rows import Rows
+    from halocline.engine.engine import Engine
+    from halocline.models.interface import CausalModel
+
+__all__ = ["child", "start"]
+
+_PROMPT, _POSITIONS = 256, 4096
+_MARK = "start: "
+
+
+def start(rows: Rows, options: argparse.Namespace) -> None:
+    """Starts a process that makes a model and an engine and generates, with the kernel caches as they are."""
+    for name in options.sets:
+        params = {"kernels": name, "caches": options.caches}
+        with rows.guard("start", **params):
+            command = [sys.executable, "-m", "halocline.benchmarks", "gpu_parts", "start_child"]
+            command += ["--out", str(options.out), "--sets", name, *(["--tiny"] if options.tiny else [])]
+            command += ["--layers", str(options.layers)] if options.layers else []
+            begun = time.time()
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            line = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), "")
+            if not line:
+                raise RuntimeError(f"the process ended with {done.returncode}: {done.stderr[-1500:]}")
+            found = json.loads(line.removeprefix(_MARK))
+            seconds = {"start of Python": round(found.pop("begun") - begun, 2), **found.pop("seconds")}
+            params |= found
+            rows.add("start.where", seconds, "s", params=params)
+            rows.add("start.first_token", round(sum(seconds.values()), 2), "s", params=params)
+
+
+class _Laps:
+    """Seconds of one thing after another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Ends what is called so."""
+        now = time.perf_counter()
+        self.seconds[name] = round(now - self._last, 2)
+        self._last = now
+
+
+def child(_rows: Rows, options: argparse.Namespace) -> None:
+    """Runs in the process that is measured; prints one line."""
+    begun, laps = time.time(), _Laps()
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    laps.lap("import torch")
+    if on_gpu:
+        torch.zeros(1, device="cuda")
+    laps.lap("device context")
+    from halocline.engine.admission import admit
+    from halocline.engine.request import Request
+    from halocline.engine.sampling_params import SamplingParams
+
+    engine, layers = _engine(options, laps)
+    prompt = torch.randint(4, 500, (_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    admitted = admit(prompt, SamplingParams(temperature=0.0, max_tokens=1), engine.limits)
+    request = Request("first", admitted, arrival_time=time.monotonic())
+    engine.add(request)
+    engine.run()
+    laps.lap("first token")
+    if request.error is not None:
+        raise RuntimeError(request.error)
+    gib = round(torch.cuda.memory_allocated() / 2**30, 1) if on_gpu else 0.0
+    facts = {"begun": begun, "seconds": laps.seconds, "layers": layers, "prompt": _PROMPT, "GiB": gib}
+    sys.stdout.write(_MARK + json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
+    """An engine that is ready, and how many layers its model has."""
+    from halocline.benchmarks import device_clock
+    from halocline.benchmarks.decode_step import random_model
+    from halocline.benchmarks.gpu_engine import kernel_flags
+    from halocline.benchmarks.roofline import cut
+    from halocline.engine.config import EngineConfig
+    from halocline.engine.engine import Engine
+    from halocline.engine.sampler import Sampler
+    from halocline.hal.backend import load_backend, load_manifests
+    from halocline.hal.runtime import load_ops
+
+    laps.lap("import the engine")
+    layers = options.layers or options.sizes.deep_layers
+    network, table = random_model(
+        cut(options.sizes.flash, layers), kernel_flags(options.sets[0]), max_positions=_POSITIONS
+    )
+    device_clock.settle()
+    laps.lap("kernels and weights")
+    model: CausalModel = cast("CausalModel", network)
+    config = EngineConfig(
+        cache_bytes=2**30 if table.device.is_gpu else 2**27,
+        max_requests=32,
+        max_positions=_POSITIONS,
+        max_step_tokens=2048,
+        graph_sizes=options.sizes.graph_sizes,
+    )
+    sampler = Sampler(config.max_requests, model.vocab_size, load_ops(table), network.device)
+    capture = load_backend(load_manifests(), table.device.vendor)
+    engine = Engine(model, sampler, config, device=network.device, capture=capture)
+    laps.lap("caches, warm-up and graphs")
+    return engine, layers

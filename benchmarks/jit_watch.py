@@ -1,0 +1,68 @@
+"""Notices what must not happen once an engine is ready: a kernel is compiled, a module imported, a program started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CACHE_VARIABLES", "JitWatch", "cache_folders"]
+
+# Variables that say where compilers keep their kernels.
+CACHE_VARIABLES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TILELANG_CACHE_DIR")
+
+
+def cache_folders(environment: Mapping[str, str]) -> tuple[Path, ...]:
+    """The folders of compiled kernels that an environment names."""
+    return tuple(Path(environment[name]) for name in CACHE_VARIABLES if environment.get(name))
+
+
+class JitWatch:
+    """What happened since it was made.
+
+    A compiler leaves files in its cache folder, also one that runs inside of a library's native code; starting it shows
+    as a program. Python's audit hooks cannot be taken back, so that a watch is made once in a process.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders = tuple(folders)
+        self._files = self._listing()
+        self._modules = set(sys.modules)
+        self._programs: list[str] = []
+        self._active = True
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._active and event in ("subprocess.Popen", "os.system", "os.posix_spawn"):
+            self._programs.append(str(arguments[0])[:200])
+
+    def _listing(self) -> set[str]:
+        return {
+            f"{folder.name}/{path.relative_to(folder)}"
+            for folder in self._folders
+            if folder.is_dir()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+
+    def modules(self) -> list[str]:
+        """Modules that were imported."""
+        return sorted(set(sys.modules) - self._modules)
+
+    def files(self) -> list[str]:
+        """Files that compilers left: each kernel gives several."""
+        return sorted(self._listing() - self._files)
+
+    def kernels(self) -> list[str]:
+        """Names of kernels that were compiled, as far as their files tell; one for each compilation."""
+        ends = (".cubin", ".hsaco", ".so", ".cu")
+        return [Path(name).stem for name in self.files() if name.endswith(ends)]
+
+    def programs(self) -> list[str]:
+        """Programs that were started."""
+        return list(self._programs)
+
+    def close(self) -> None:
+        """Stops noting programs."""
+        self._active = False
