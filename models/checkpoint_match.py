@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from halocline.hal.codecs import MXFP4_GROUP
 from halocline.hal.errors import CheckpointError
@@ -20,7 +21,7 @@ from halocline.hal.weight_codecs import FP8_BLOCK_SIZE, NVFP4_GROUP
 from halocline.models.safetensors_header import HeaderEntry
 from halocline.models.weight_plan import Parameter, Role, WeightPlan
 
-__all__ = ["PLAIN_FORMATS", "NameResolver", "Part", "Piece", "Placement", "StoredParameter", "match"]
+__all__ = ["PLAIN_FORMATS", "Lanes", "NameResolver", "Part", "Piece", "Placement", "StoredParameter", "match"]
 
 
 class Part(StrEnum):
@@ -52,9 +53,27 @@ class Piece:
 NameResolver = Callable[[str, tuple[int, ...]], list[Piece]]
 
 
+class Lanes(NamedTuple):
+    """Lanes `first` to `last` of rows that have `width` lanes in the file."""
+
+    first: int
+    last: int
+    width: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a part lies: bytes `start` to `start + nbytes` of a file, with this type and shape."""
+    """Where a part lies.
+
+    Attributes:
+        file: Which file.
+        name: The tensor's name there.
+        dtype: Its element type there.
+        shape: Shape of what is wanted.
+        start: First byte to read.
+        nbytes: Bytes to read.
+        lanes: What to keep of the rows read; `None` for all of it.
+    """
 
     file: Path
     name: str
@@ -62,6 +81,12 @@ class Placement:
     shape: tuple[int, ...]
     start: int
     nbytes: int
+    lanes: Lanes | None = None
+
+    @property
+    def nbytes_kept(self) -> int:
+        """Bytes of what is wanted."""
+        return self.nbytes if self.lanes is None else self.nbytes // self.lanes.width * self.shape[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +105,8 @@ class StoredParameter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts."""
-        return sum(placement.nbytes for placement in self.parts.values())
+        """Bytes of all parts, of what is wanted of them."""
+        return sum(placement.nbytes_kept for placement in self.parts.values())
 
 
 _Expected = dict[Part, tuple[tuple[str, ...], tuple[int, ...]]]

@@ -19,6 +19,9 @@ from halocline.hal.errors import CheckpointError, lines
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.weight_codecs import FP8_BLOCK_SIZE
 from halocline.models.checkpoint_match import PLAIN_FORMATS, Part, Placement, StoredParameter
+from halocline.models.checkpoint_part import part_of
+from halocline.models.parallel import SINGLE, Parallel
+from halocline.models.sharding import RankPart, expert_run
 from halocline.models.weight_plan import Role, StoredDtype
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ class CheckpointSource:
     Attributes:
         checkpoint: What is read.
         device: Where tensors are wanted.
+        parallel: The rank whose part is given.
+        nbytes: Bytes of that part, as stored.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class CheckpointSource:
         checkpoint: Checkpoint,
         *,
         device: str = "cpu",
+        parallel: Parallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         """Opens nothing yet.
@@ -60,14 +66,25 @@ class CheckpointSource:
         Args:
             checkpoint: From `Checkpoint.open`.
             device: torch device of the tensors.
-            progress: Called with bytes read so far and in all, after each parameter.
+            parallel: The rank whose part is wanted: slices, and whole experts; nothing else is read.
+            progress: Called with bytes taken so far and in all, after each parameter.
+
+        Raises:
+            ConfigError: If the checkpoint cannot be split so.
         """
         self.checkpoint = checkpoint
         self.device = device
+        self.parallel = parallel
+        parameters = checkpoint.parameters
+        self._parameters = (
+            parameters
+            if parallel.sizes.world == 1
+            else part_of(parameters, RankPart(plan=checkpoint.plan, parallel=parallel))
+        )
         self._progress = progress
         self._taken: set[str] = set()
         self._bytes_read = 0
-        self._bytes_in_all = checkpoint.nbytes
+        self.nbytes = sum(stored.nbytes for stored in self._parameters.values())
         self._files: dict[Path, int] = {}
 
     def __enter__(self) -> CheckpointSource:
@@ -114,7 +131,7 @@ class CheckpointSource:
         return weight
 
     def experts(self, prefix: str, parts: tuple[str, ...], num_experts: int) -> Weight:
-        """Matrices of all experts, parts joined by rows, stacked over experts; see `WeightSource.experts`.
+        """Matrices of the rank's experts, parts joined by rows, stacked over experts; see `WeightSource.experts`.
 
         Every matrix is read into its place in the stack. An NVFP4 stack of several parts has one global scale
         for each part: `(experts, parts)`.
@@ -122,7 +139,8 @@ class CheckpointSource:
         Raises:
             CheckpointError: If the matrices differ in format, or FP8 blocks would straddle two parts.
         """
-        names = [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(num_experts)]
+        held = expert_run(num_experts, self.parallel)
+        names = [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in held]
         grid = [[self._take(name) for name in row] for row in names]
         stack = _ExpertStack(grid, self.device)
         for expert, row in enumerate(grid):
@@ -132,8 +150,8 @@ class CheckpointSource:
         return stack.weight()
 
     def everything(self, *, without_prefixes: tuple[str, ...] = ()) -> Iterator[tuple[str, Weight | Tensor]]:
-        """Yields every parameter once, by original name: matrices with a format as `Weight`, others as tensors."""
-        for name, stored in self.checkpoint.parameters.items():
+        """Yields every parameter of the rank once, by original name: matrices as `Weight`, others as tensors."""
+        for name, stored in self._parameters.items():
             if name.startswith(without_prefixes):
                 continue
             if stored.parameter.role is Role.MATRIX:
@@ -150,7 +168,7 @@ class CheckpointSource:
         Raises:
             CheckpointError: If a parameter was left behind.
         """
-        expected = {name for name in self.checkpoint.parameters if not name.startswith(without_prefixes)}
+        expected = {name for name in self._parameters if not name.startswith(without_prefixes)}
         left = sorted(expected - self._taken)
         if left:
             raise CheckpointError(
@@ -162,7 +180,7 @@ class CheckpointSource:
             )
 
     def _take(self, name: str) -> StoredParameter:
-        stored = self.checkpoint.parameters.get(name)
+        stored = self._parameters.get(name)
         if stored is None:
             raise CheckpointError(
                 lines(
@@ -180,7 +198,7 @@ class CheckpointSource:
     def _report(self, stored: StoredParameter) -> None:
         self._bytes_read += stored.nbytes
         if self._progress:
-            self._progress(self._bytes_read, self._bytes_in_all)
+            self._progress(self._bytes_read, self.nbytes)
 
     def _read(self, placement: Placement) -> Tensor:
         target = torch.empty(placement.shape, dtype=_TORCH_TYPES[placement.dtype], device=self.device)
@@ -188,17 +206,22 @@ class CheckpointSource:
         return target
 
     def read_into(self, placement: Placement, target: Tensor) -> None:
-        """Fills a contiguous tensor with the bytes of a placement; on a device by way of one tensor of memory.
+        """Fills a contiguous tensor with what a placement wants; on a device by way of one tensor of memory.
 
         Raises:
             CheckpointError: If the file ends early or cannot be read.
         """
-        staging = target if target.device.type == "cpu" else torch.empty_like(target, device="cpu")
-        self._read_bytes(placement, staging.reshape(-1).view(torch.uint8).numpy().data)
-        if staging is not target:
-            target.copy_(staging)
+        lanes = placement.lanes
+        if target.device.type == "cpu" and lanes is None:
+            self._read_bytes(placement, target)
+            return
+        shape = placement.shape if lanes is None else (*placement.shape[:-1], lanes.width)
+        staging = torch.empty(shape, dtype=target.dtype)
+        self._read_bytes(placement, staging)
+        target.copy_(staging if lanes is None else staging[..., lanes.first : lanes.last])
 
-    def _read_bytes(self, placement: Placement, view: memoryview) -> None:
+    def _read_bytes(self, placement: Placement, target: Tensor) -> None:
+        view = target.reshape(-1).view(torch.uint8).numpy().data
         if placement.file not in self._files:
             self._files[placement.file] = os.open(placement.file, os.O_RDONLY)
         done = 0

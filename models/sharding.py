@@ -20,7 +20,7 @@ from halocline.models.weight_plan import Parameter, Split, WeightPlan
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RankPart", "block_of", "check_sizes", "expert_run"]
+__all__ = ["RankPart", "block_of", "check_sizes", "cut_shape", "expert_run"]
 
 
 def block_of(weight_format: WeightFormat | None) -> int:

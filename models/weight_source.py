@@ -1,8 +1,9 @@
 """Where a network's modules take their weights from while they are built.
 
 Modules pull: each asks for its own tensors by the release's names, converts them through its bound kernels and lets
-the stored form go, so that memory peaks at the model plus one tensor. A source that reads a checkpoint knows at the
-end whether every tensor was taken.
+the stored form go, so that memory peaks at the model plus one tensor. A source is made for one rank and gives that
+rank's part of every parameter, as the weight plan splits it: modules ask for names and never slice. A source that
+reads a checkpoint knows at the end whether every tensor was taken.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.weight_codecs import FP8_BLOCK_SIZE
+from halocline.models.sharding import expert_run
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from halocline.models.sharding import RankPart
 
 __all__ = ["MappingSource", "Scope", "WeightSource", "join_rows"]
 
@@ -32,7 +36,10 @@ class WeightSource(Protocol):
         ...
 
     def experts(self, prefix: str, parts: tuple[str, ...], num_experts: int) -> Weight:
-        """Matrices `prefix.e.part` of all experts, the parts of an expert joined by rows, stacked over experts."""
+        """Matrices `prefix.e.part` of the rank's experts, parts of an expert joined by rows, stacked over experts.
+
+        `num_experts` counts those of all ranks.
+        """
         ...
 
 
@@ -65,26 +72,34 @@ class MappingSource:
 
     Attributes:
         tensors: Every tensor by release name; matrices under `name.weight`. Gradients flow through.
+        part: What one rank takes of them; `None` for everything.
     """
 
     tensors: Mapping[str, Tensor]
+    part: RankPart | None = None
 
     def tensor(self, name: str) -> Tensor:
         """See `WeightSource.tensor`."""
-        return self.tensors[name]
+        whole = self.tensors[name]
+        if self.part is None:
+            return whole
+        parameter = self.part.plan.by_name[name]
+        cut = self.part.cut(parameter, None)
+        if cut is None:
+            return whole
+        assert parameter.shard.axis is not None
+        return whole.narrow(parameter.shard.axis, cut.start, cut.stop - cut.start).contiguous()
 
     def matrix(self, name: str) -> Weight:
         """See `WeightSource.matrix`."""
-        return _plain(self.tensors[f"{name}.weight"])
+        return _plain(self.tensor(f"{name}.weight"))
 
     def experts(self, prefix: str, parts: tuple[str, ...], num_experts: int) -> Weight:
         """See `WeightSource.experts`."""
         import torch
 
-        stack = [
-            torch.cat([self.tensors[f"{prefix}.{expert}.{part}.weight"] for part in parts])
-            for expert in range(num_experts)
-        ]
+        held = range(num_experts) if self.part is None else expert_run(num_experts, self.part.parallel)
+        stack = [torch.cat([self.tensor(f"{prefix}.{expert}.{part}.weight") for part in parts]) for expert in held]
         return _plain(torch.stack(stack))
 
 

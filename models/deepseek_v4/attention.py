@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halocline.models.deepseek_v4.compressor import Compressor, Indexer
+from halocline.models.parallel import SINGLE, Parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,15 +31,27 @@ __all__ = ["Attention"]
 
 
 class Attention:
-    """Low-rank query, one latent for key and value, window and compressed rows, grouped output projection."""
+    """Low-rank query, one latent for key and value, window and compressed rows, grouped output projection.
+
+    Heads and output groups are split over the attention group: `wq_b`, sink, `wo_a` and the lanes of `wo_b`. What
+    `wo_b` gives is a partial sum of that group, reduced here: the output is complete. Latents, compressors and indexer
+    are replicated.
+    """
 
     def __init__(
-        self, config: DeepseekV4Config, recipe: Recipe, ratio: int, ops: Ops, weights: Scope, rope: RopeTable
+        self,
+        config: DeepseekV4Config,
+        recipe: Recipe,
+        ratio: int,
+        ops: Ops,
+        weights: Scope,
+        rope: RopeTable,
+        parallel: Parallel = SINGLE,
     ) -> None:
         """Takes the tensors of `attn`."""
-        self.ops, self.ratio, self.rope = ops, ratio, rope
-        self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
-        self.num_groups, self.eps = config.o_groups, config.rms_norm_eps
+        self.ops, self.ratio, self.rope, self.group = ops, ratio, rope, parallel.attention
+        self.num_heads, self.head_dim = config.num_attention_heads // self.group.size, config.head_dim
+        self.num_groups, self.eps = config.o_groups // self.group.size, config.rms_norm_eps
         self.scale = config.head_dim**-0.5
 
         def linear(name: str) -> PreparedWeight:
@@ -60,7 +73,7 @@ class Attention:
             cache: Of this layer; written in place.
 
         Returns:
-            (tokens, hidden), complete on this rank.
+            (tokens, hidden), complete: already reduced over the attention group.
         """
         gemm, attention = self.ops.gemm, self.ops.attention
         q_lora_TQ = self.ops.norm.rms_norm(gemm.linear(x_TD, self.wq_a), self.q_norm_Q, eps=self.eps)
@@ -72,7 +85,7 @@ class Attention:
         compressed_rows = self._compress(x_TD, q_lora_TQ, plan, cache)
         out_THd = self._attend(q_THd, plan, cache, compressed_rows)
         z_TG = attention.output(plan, out_THd, self.rope, self.wo_a, num_groups=self.num_groups)
-        return gemm.linear(z_TG, self.wo_b)
+        return self.ops.collective.all_reduce(gemm.linear(z_TG, self.wo_b), self.group)
 
     def _compress(self, x_TD: Tensor, q_lora_TQ: Tensor, plan: AttentionPlan, cache: LayerCache) -> RowSelection | None:
         """Advances the compressors, then says which compressed rows each token sees."""
@@ -113,4 +126,6 @@ class Attention:
                     scale=self.scale,
                 )
                 parts.append(result.out_THD)
-        return torch.cat(parts) if len(parts) != 1 else parts[0]
+        if not parts:
+            return torch.empty_like(q_THd)  # no tokens
+        return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from halocline.models.deepseek_v4.attention import Attention
 from halocline.models.deepseek_v4.hyper_connection import HyperConnection
 from halocline.models.deepseek_v4.moe import MixtureOfExperts
+from halocline.models.parallel import SINGLE, Parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +24,20 @@ __all__ = ["Block"]
 
 
 class Block:
-    """Attention, then experts; each reads from the streams and writes to them. There is no other residual."""
+    """Attention, then experts; each reads from the streams and writes to them. There is no other residual.
+
+    Streams are complete on every rank; so is what both parts add to them. Sites and norms are replicated.
+    """
 
     def __init__(
-        self, config: DeepseekV4Config, recipe: Recipe, layer: int, ops: Ops, weights: Scope, rope: RopeTable
+        self,
+        config: DeepseekV4Config,
+        recipe: Recipe,
+        layer: int,
+        ops: Ops,
+        weights: Scope,
+        rope: RopeTable,
+        parallel: Parallel = SINGLE,
     ) -> None:
         """Takes the tensors of `layers.<layer>` (or of a draft layer, which counts on behind the main ones)."""
         self.ops, self.eps = ops, config.rms_norm_eps
@@ -34,8 +45,9 @@ class Block:
         self.ffn_site = HyperConnection(config, ops, weights, "ffn")
         self.attn_norm_D = weights.tensor("attn_norm.weight")
         self.ffn_norm_D = weights.tensor("ffn_norm.weight")
-        self.attention = Attention(config, recipe, config.compress_ratios[layer], ops, weights / "attn", rope)
-        self.moe = MixtureOfExperts(config, recipe, config.is_hash_routed(layer), ops, weights / "ffn")
+        ratio, is_hash_routed = config.compress_ratios[layer], config.is_hash_routed(layer)
+        self.attention = Attention(config, recipe, ratio, ops, weights / "attn", rope, parallel)
+        self.moe = MixtureOfExperts(config, recipe, is_hash_routed, ops, weights / "ffn", parallel)
 
     def forward(self, streams_TND: Tensor, token_ids_T: Tensor, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """The streams after this layer."""

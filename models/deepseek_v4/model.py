@@ -15,7 +15,9 @@ from halocline.models.deepseek_v4.cache import DeepseekV4Cache, allocate_cache, 
 from halocline.models.deepseek_v4.hyper_connection import HyperConnectionHead
 from halocline.models.deepseek_v4.mtp import MultiTokenPrediction
 from halocline.models.interface import CachePlan, StepOutput
+from halocline.models.layers.embedding import Embedding, Head
 from halocline.models.layers.rotary import inverse_frequencies, rotary_table
+from halocline.models.parallel import SINGLE, Parallel
 from halocline.models.weight_source import Scope, WeightSource
 
 if TYPE_CHECKING:
@@ -32,7 +34,11 @@ __all__ = ["DeepseekV4Model"]
 
 
 class DeepseekV4Model:
-    """DeepSeek-V4 over bound kernels. It keeps weights only; caches, plans and batches come as arguments."""
+    """DeepSeek-V4 over bound kernels. It keeps weights only; caches, plans and batches come as arguments.
+
+    Hidden states, streams and logits are complete on every rank: each part that is split over ranks says so, and
+    reduces its own partial sums.
+    """
 
     def __init__(
         self,
@@ -46,6 +52,7 @@ class DeepseekV4Model:
         device: str = "cpu",
         with_draft: bool = True,
         ropes: Mapping[int, RopeTable] | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         """Builds all modules, which take their weights from `source` one by one.
 
@@ -53,12 +60,14 @@ class DeepseekV4Model:
             config: The model.
             recipe: Numeric recipe.
             ops_of_layer: Bound kernels of each layer; draft layers count on behind the main ones.
-            source: Weights by release name.
+            source: Weights by release name, those of this rank.
             prefill_layout: The value decided at start-up.
             max_positions: Longest context to serve; the configuration's when left out.
             device: Where rotary tables and caches go, in torch's words.
             with_draft: Whether to build the draft layers.
             ropes: Rotary tables of another instance of the same model (`self.ropes`), to share them.
+            parallel: This rank's place, and the groups it exchanges tensors with. Each rank builds the network so, and
+                all call its methods in the same order with the same number of (padded) tokens.
         """
         weights = Scope(source=source)
         self.config, self.recipe, self.ops_of_layer = config, recipe, ops_of_layer
@@ -71,14 +80,14 @@ class DeepseekV4Model:
         def rope_of(layer: int) -> RopeTable:
             return self.ropes[config.compress_ratios[layer]]
 
-        self.embedding_VD = weights.tensor("embed.weight")
+        self.embedding = Embedding(config.vocab_size, self.ops, weights, parallel.attention)
         self.blocks = [
-            Block(config, recipe, layer, ops_of_layer(layer), weights / f"layers.{layer}", rope_of(layer))
+            Block(config, recipe, layer, ops_of_layer(layer), weights / f"layers.{layer}", rope_of(layer), parallel)
             for layer in range(config.num_hidden_layers)
         ]
         self.collapse = HyperConnectionHead(config, self.ops, weights)
         self.norm_D = weights.tensor("norm.weight")
-        self.head = self.ops.gemm.prepare_linear(weights.matrix("head"), activation="none")
+        self.head = Head(self.ops, weights, parallel.attention)
         first_draft = config.num_hidden_layers
         self.mtp = [
             MultiTokenPrediction(
@@ -88,6 +97,7 @@ class DeepseekV4Model:
                 ops_of_layer(first_draft + index),
                 weights / f"mtp.{index}",
                 rope_of(first_draft + index),
+                parallel,
             )
             for index in range(config.num_mtp_layers if with_draft else 0)
         ]
@@ -144,7 +154,7 @@ class DeepseekV4Model:
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Embeddings (tokens, hidden) in the compute type; ids of padding may be anything in range."""
-        return self.embedding_VD[token_ids_T.long()].to(self.compute_dtype)
+        return self.embedding(token_ids_T, self.compute_dtype)
 
     def forward(self, batch: BatchMetadata, plan: AttentionPlan, cache: DeepseekV4Cache) -> StepOutput:
         """Runs all layers over the tokens of a step, writing their cache rows."""
@@ -172,4 +182,4 @@ class DeepseekV4Model:
 
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:
         """float32 (rows, vocabulary) logits of chosen rows of `StepOutput.hidden_TD`."""
-        return self.ops.gemm.linear(hidden_ND, self.head, out_dtype=torch.float32)
+        return self.head(hidden_ND)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from halocline.models.deepseek_v4.block import Block
 from halocline.models.deepseek_v4.hyper_connection import HyperConnectionHead
+from halocline.models.parallel import SINGLE, Parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,15 +26,25 @@ __all__ = ["MultiTokenPrediction"]
 
 
 class MultiTokenPrediction:
-    """One ordinary layer (ratio 0, score routing) with a window cache of its own, on the main model's streams."""
+    """One ordinary layer (ratio 0, score routing) with a window cache of its own, on the main model's streams.
+
+    Only its block is split; the output is complete.
+    """
 
     def __init__(
-        self, config: DeepseekV4Config, recipe: Recipe, index: int, ops: Ops, weights: Scope, rope: RopeTable
+        self,
+        config: DeepseekV4Config,
+        recipe: Recipe,
+        index: int,
+        ops: Ops,
+        weights: Scope,
+        rope: RopeTable,
+        parallel: Parallel = SINGLE,
     ) -> None:
         """Takes the tensors of `mtp.<index>`; embedding and head stay the main model's."""
         self.ops, self.eps = ops, config.rms_norm_eps
         self.layer = config.num_hidden_layers + index
-        self.block = Block(config, recipe, self.layer, ops, weights, rope)
+        self.block = Block(config, recipe, self.layer, ops, weights, rope, parallel)
         self.e_proj = ops.gemm.prepare_linear(weights.matrix("e_proj"), activation=recipe.activation)
         self.h_proj = ops.gemm.prepare_linear(weights.matrix("h_proj"), activation=recipe.activation)
         self.enorm_D, self.hnorm_D = weights.tensor("enorm.weight"), weights.tensor("hnorm.weight")

@@ -124,7 +124,7 @@ class TestRouters:
         hidden, experts = 64, len(logits)
         config = SimpleNamespace(
             num_experts_per_tok=chosen, routed_scaling_factor=1.0, swiglu_limit=10.0, clamp_shared_expert=True,
-            n_routed_experts=experts,
+            n_routed_experts=experts, moe_intermediate_size=hidden,
         )  # fmt: skip
         gate = torch.zeros(experts, hidden)
         gate[:, 0] = torch.tensor(logits)
