@@ -1,15 +1,17 @@
 """Sparse attention by FlashMLA. Shapes as in `halocline.hal.ops.attention`.
 
 Decode reads paged FP8 rows. Its schedule depends on the lengths' values, so one is made in each step for each class
-of layers. Prefill reads bfloat16 rows that are gathered first.
+of layers, by a kernel of ours. Prefill reads bfloat16 rows that are gathered first.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda.flash_mla_library import flash_mla, flash_mla_pages, pad_heads
+from halocline.backends_cuda.flash_mla_library import flash_mla, flash_mla_pages, num_schedule_parts, pad_heads
 from halocline.backends_triton.attention_triton import check_sources
 from halocline.backends_triton.prefill_workspace import gather_rows, workspace_rows
 from halocline.backends_triton.row_widths import padded_rows
@@ -23,6 +25,7 @@ from halocline.hal.ops.attention import (
     sparse_prefill,
 )
 from halocline.hal.ops.kv_cache import CacheHandle
+from halocline.kernels_portable.split_schedule import split_schedule
 
 __all__ = ["sparse_decode_flashmla", "sparse_prefill_flashmla"]
 
@@ -58,16 +61,27 @@ def sparse_decode_flashmla(
     q_THD, sink_H = pad_heads(q_THD, sink_H)
     first_token = window_rows.lengths_T.storage_offset()
     window = padded_rows(window_rows, _DECODE_MULTIPLE)
+    lengths_T, other_lengths_T = window.lengths_T.contiguous(), None
     extra: dict[str, Tensor] = {}
     shape_class: tuple[int, ...] = (window_cache.layout.page_rows, window.slots_TK.shape[1])
     if compressed_cache is not None and compressed_rows is not None:
         rows = padded_rows(compressed_rows, _DECODE_MULTIPLE)
+        other_lengths_T = rows.lengths_T.contiguous()
         extra = {
             "extra_k_cache": flash_mla_pages(compressed_cache),
             "extra_indices_in_kvcache": rows.slots_TK[:, None],
-            "extra_topk_length": rows.lengths_T.contiguous(),
+            "extra_topk_length": other_lengths_T,
         }
         shape_class += (compressed_cache.layout.page_rows, rows.slots_TK.shape[1])
+
+    def new_schedule() -> object:
+        schedule: Any = library.new_schedule()
+        num_parts = num_schedule_parts(q_THD.shape[1], q_THD.device)
+        if num_parts:
+            found = split_schedule(lengths_T, other_lengths_T, num_parts=num_parts)
+            schedule.tile_scheduler_metadata, schedule.num_splits = found
+        return schedule
+
     key = (first_token, num_tokens, q_THD.shape[1], *shape_class)
     out, lse = library.decode(
         q_THD[:, None],
@@ -75,12 +89,12 @@ def sparse_decode_flashmla(
         None,
         None,
         width,
-        once_per_step(plan, _OWNER, key, library.new_schedule),
+        once_per_step(plan, _OWNER, key, new_schedule),
         softmax_scale=scale,
         is_fp8_kvcache=True,
         indices=window.slots_TK[:, None],
         attn_sink=sink_H,
-        topk_length=window.lengths_T.contiguous(),
+        topk_length=lengths_T,
         **extra,
         **library.options,
     )

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from halocline.backends_cuda.manifest import FLASHMLA
 from halocline.hal.errors import ShapeError
-from halocline.hal.formats import RowFormat
+from halocline.hal.formats import RowFormat, cache_layout
 from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.runtime import import_provider
 
-__all__ = ["FlashMla", "flash_mla", "flash_mla_pages", "pad_heads"]
+__all__ = ["FlashMla", "flash_mla", "flash_mla_pages", "num_schedule_parts", "pad_heads"]
 
 _HEADS = (64, 128)
+_ROWS = 64  # rows of a block of the decode kernel
+# What the library's own scheduler says of one token with two blocks, a part for each; then a part without work.
+_TWO_BLOCKS = [[0, 0, 0, 1, 0, 1, 1], [0, 0, 1, 2, 1, 1, 1]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -63,6 +66,36 @@ def flash_mla() -> FlashMla:
         options={"use_legacy": True} if legacy else {},
         prefill_lse_unit=math.log(2.0) if in_sgl_kernel else 1.0,
     )
+
+
+@functools.cache
+def num_schedule_parts(num_heads: int, device: torch.device) -> int:
+    """Parts of the library's decode schedules for 64 or 128 heads, found by one small call.
+
+    0 where its schedules have another form than those of `split_schedule`: the library then makes its own, in a
+    kernel that works off the parts one by one and takes 26 us.
+    """
+    library = flash_mla()
+    layout = cache_layout("latent", RowFormat.FP8_BLOCK64, width=512, rope_width=64, page_rows=_ROWS)
+    pages = torch.zeros((1, layout.page_stride), dtype=torch.uint8, device=device)
+    schedule: Any = library.new_schedule()
+    library.decode(
+        torch.zeros((1, 1, num_heads, layout.width), dtype=torch.bfloat16, device=device),
+        flash_mla_pages(CacheHandle(layout=layout, num_pages=1, pages=pages)),
+        None,
+        None,
+        layout.width,
+        schedule,
+        softmax_scale=1.0,
+        is_fp8_kvcache=True,
+        indices=torch.full((1, 1, 2 * _ROWS), -1, dtype=torch.int32, device=device),
+        attn_sink=torch.zeros((num_heads,), device=device),
+        topk_length=torch.full((1,), 2 * _ROWS, dtype=torch.int32, device=device),
+        **library.options,
+    )
+    parts = schedule.tile_scheduler_metadata.tolist()
+    known = [part[:7] for part in parts[:2]] == _TWO_BLOCKS and all(len(part) == 8 and part[0] for part in parts[2:])
+    return len(parts) if known and schedule.num_splits.tolist() == [0, 2] else 0
 
 
 def flash_mla_pages(cache: CacheHandle) -> Tensor:

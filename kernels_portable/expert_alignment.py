@@ -32,12 +32,12 @@ class ExpertBlocks(NamedTuple):
 
 def histogram_bins(num_experts: int) -> int:
     """Bins of the count of pairs: a power of two, at least one for each lane of a wave."""
-    return max(64, triton.next_power_of_2(num_experts))
+    return max(64, int(triton.next_power_of_2(num_experts)))
 
 
 def pairs_of_a_step(num_pairs: int) -> int:
     """Pairs that a program looks at in a step: at least one for each of its threads."""
-    return min(1024, max(256, triton.next_power_of_2(num_pairs)))
+    return min(1024, max(256, int(triton.next_power_of_2(num_pairs))))
 
 
 @triton.jit

@@ -35,7 +35,7 @@ class Library:
         self.used: list[tuple[int, list[int]]] = []
 
     def new_schedule(self) -> SimpleNamespace:
-        self.schedules.append(SimpleNamespace(lengths=None))
+        self.schedules.append(SimpleNamespace(tile_scheduler_metadata=None, num_splits=None))
         return self.schedules[-1]
 
     def decode(
@@ -44,10 +44,11 @@ class Library:
         assert (table, seqlens, width) == (None, None, 512)
         assert q.shape[2] in (64, 128), "Unsupported h_q"
         assert q.stride(-1) == 1
-        lengths = options["topk_length"]
-        if schedule.lengths is None:
-            schedule.lengths = lengths.clone()
-        assert torch.equal(schedule.lengths, lengths), "a schedule is bound to the lengths that it was made for"
+        lengths, others = options["topk_length"], options.get("extra_topk_length")
+        made_for = schedule.tile_scheduler_metadata, schedule.num_splits  # see `library`
+        assert torch.equal(made_for[0], lengths), "a schedule is bound to the lengths that it was made for"
+        assert (made_for[1] is None) == (others is None)
+        assert others is None or torch.equal(made_for[1], others)
         self.used.append((id(schedule), lengths.tolist()))
         rows, seen = _read(k_cache, options["indices"], lengths)
         if "extra_k_cache" in options:
@@ -105,6 +106,13 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
         prefill_lse_unit=math.log(2.0),
     )
     monkeypatch.setattr(attention_flashmla, "flash_mla", lambda: taken)
+    monkeypatch.setattr(attention_flashmla, "num_schedule_parts", lambda heads, device: {64: 132, 128: 66}[heads])
+
+    def split_schedule(lengths: Tensor, others: Tensor | None, *, num_parts: int) -> tuple[Tensor, Tensor | None]:
+        assert num_parts in (132, 66)
+        return lengths.clone(), None if others is None else others.clone()
+
+    monkeypatch.setattr(attention_flashmla, "split_schedule", split_schedule)
 
     def read_rows(pages: Tensor, layout: Any, slots: Tensor, *, out_ND: Tensor) -> None:
         out_ND.copy_(read_rows_reference(CacheHandle(layout=layout, num_pages=len(pages), pages=pages), slots))
@@ -238,6 +246,30 @@ def test_rows_of_another_format_are_refused() -> None:
     cache = CacheHandle(layout=layout, num_pages=1, pages=torch.zeros(1, layout.page_stride, dtype=torch.uint8))
     with pytest.raises(ShapeError, match="rows of 584 bytes"):
         flash_mla_library.flash_mla_pages(cache)
+
+
+@pytest.mark.parametrize(
+    ("first", "parts"),
+    [
+        ([[0, 0, 0, 1, 0, 1, 1, 0], [0, 0, 1, 2, 1, 1, 1, 0]], 132),
+        ([[0, 0, 0, 1, 0, 0, 0, 0], [0, 1, 0, 2, 1, 0, 0, 0]], 0),  # an earlier form of the record
+        ([[0, 0, 0, 2, 0, 0, 0, 0], [1, 0, 0, 2, 0, 0, 0, 0]], 0),  # blocks of another size
+    ],
+)
+def test_parts_are_asked_for_and_their_form_is_known(
+    monkeypatch: pytest.MonkeyPatch, first: list[list[int]], parts: int
+) -> None:
+    def decode(q: Tensor, pages: Tensor, table: None, seqlens: None, width: int, schedule: Any, **options: Any) -> None:
+        assert q.shape == (1, 1, 64, width)
+        assert options["indices"].shape == (1, 1, 128)
+        assert options["topk_length"].tolist() == [128]
+        assert options["use_legacy"]
+        schedule.tile_scheduler_metadata = torch.tensor(first + 130 * [[1, 0, 0, 2, 0, 0, 0, 0]])
+        schedule.num_splits = torch.tensor([0, 2])
+
+    taken = SimpleNamespace(decode=decode, new_schedule=SimpleNamespace, options={"use_legacy": True})
+    monkeypatch.setattr(flash_mla_library, "flash_mla", lambda: taken)
+    assert flash_mla_library.num_schedule_parts.__wrapped__(64, torch.device("cpu")) == parts
 
 
 def _module(name: str, *, legacy: bool) -> SimpleNamespace:
