@@ -46,8 +46,8 @@ class StepRequests:
 @triton.jit
 def _pooled_entry(
     values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, state_ptr, token, position, first_token, state_slot,
-    STATE_STRIDE: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
-    WIDTH: tl.constexpr, LANES_IN: tl.constexpr, LANES: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr, SCORES: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr,
+    CHUNK: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, LANES_IN: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Lane-wise softmax over the SPAN rows that end at `position`, times their values: float32 (LANES,).
 
@@ -66,9 +66,9 @@ def _pooled_entry(
         exists = (at >= 0)[:, None] & (lanes < WIDTH)
         is_new = (token - back >= first_token)[:, None]
         row = (token - back).to(tl.int64)
-        kept = state_ptr + (state_slot * STATE_STRIDE + at % RING * (2 * LANES_IN))
+        kept = state_ptr + (state_slot * SLOT_STRIDE + at % RING * ROW_STRIDE)
         value_row = tl.where(is_new, (values_ptr + row * values_stride)[:, None], kept[:, None])
-        score_row = tl.where(is_new, (scores_ptr + row * scores_stride)[:, None], (kept + LANES_IN)[:, None])
+        score_row = tl.where(is_new, (scores_ptr + row * scores_stride)[:, None], (kept + SCORES)[:, None])
         values = tl.load(value_row + lane, mask=exists, other=0.0)
         scores = tl.load(score_row + lane, mask=exists, other=float("-inf"))
         scores += tl.load(bias_ptr + (at % RATIO)[:, None] * LANES_IN + lane, mask=exists & is_new, other=0.0)
@@ -86,10 +86,10 @@ def _pooled_entry(
 def _insert_entries_kernel(  # size: pooling and remembering share the step's bookkeeping
     values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, weight_ptr, table_ptr, positions_ptr, requests_ptr,
     starts_ptr, seqlens_ptr, state_slots_ptr, token_pages_ptr, token_pages_stride, state_ptr, pages_ptr, eps,
-    POOL: tl.constexpr, REMEMBER: tl.constexpr, STATE_STRIDE: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr,
-    CHUNK: tl.constexpr, RING: tl.constexpr, LANES_IN: tl.constexpr, BLOCK_IN: tl.constexpr, WIDTH: tl.constexpr,
-    ROPE: tl.constexpr, TRANSFORM: tl.constexpr, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, LANES: tl.constexpr,
+    POOL: tl.constexpr, REMEMBER: tl.constexpr, SLOT_STRIDE: tl.constexpr, ROW_STRIDE: tl.constexpr,
+    SCORES: tl.constexpr, RATIO: tl.constexpr, SPAN: tl.constexpr, CHUNK: tl.constexpr, RING: tl.constexpr,
+    LANES_IN: tl.constexpr, BLOCK_IN: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, TRANSFORM: tl.constexpr,
+    FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     position = tl.load(positions_ptr + token)
@@ -108,7 +108,8 @@ def _insert_entries_kernel(  # size: pooling and remembering share the step's bo
             first_token = tl.load(starts_ptr + request)
             entry = _pooled_entry(
                 values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, state_ptr, token, position,
-                first_token, state_slot, STATE_STRIDE, RATIO, SPAN, CHUNK, RING, WIDTH, LANES_IN, LANES,
+                first_token, state_slot, SLOT_STRIDE, ROW_STRIDE, SCORES, RATIO, SPAN, CHUNK, RING, WIDTH, LANES_IN,
+                LANES,
             )  # fmt: skip
             COMPUTE: tl.constexpr = tl.float32 if FORMAT == "float32" else tl.bfloat16
             row = tl.reshape(entry, (1, LANES)).to(COMPUTE).to(tl.float32)
@@ -125,9 +126,9 @@ def _insert_entries_kernel(  # size: pooling and remembering share the step's bo
             bias = tl.load(bias_ptr + (position % RATIO) * LANES_IN + lanes_in, mask=inside, other=0.0)
             values = tl.load(values_ptr + token.to(tl.int64) * values_stride + lanes_in, mask=inside)
             scores = tl.load(scores_ptr + token.to(tl.int64) * scores_stride + lanes_in, mask=inside)
-            stored = state_ptr + (state_slot * STATE_STRIDE + position % RING * (2 * LANES_IN)) + lanes_in
+            stored = state_ptr + (state_slot * SLOT_STRIDE + position % RING * ROW_STRIDE) + lanes_in
             tl.store(stored, values, mask=inside)
-            tl.store(stored + LANES_IN, scores + bias, mask=inside)
+            tl.store(stored + SCORES, scores + bias, mask=inside)
 
 
 def insert_entries(
@@ -155,7 +156,7 @@ def insert_entries(
         norm_weight_D: (width,) gain.
         cos_sin_PR: (positions, rotary lanes) float32 table.
         state_SB2C: float32 (slots, ring rows, 2, lanes), refreshed in place: values, then scores with the bias.
-            Slots may lie apart (many rings in one buffer); what belongs to a slot is contiguous.
+            Its lanes may be some of a wider buffer's.
         pages: uint8 pages, written in place.
         layout: Of the pages.
         ratio: Tokens of a block; blocks overlap where the projected lanes are twice the width.
@@ -170,8 +171,9 @@ def insert_entries(
     lanes = max(64, triton.next_power_of_2(layout.width))
     if transform and lanes != layout.width:
         raise ValueError(f"a Walsh-Hadamard transform of {layout.width} lanes: a power of two from 64 is needed")
-    if state_SB2C.stride()[1:] != (2 * lanes_in, lanes_in, 1):
-        raise ValueError(f"state of strides {state_SB2C.stride()}: the rows of a slot must be contiguous")
+    slot_stride, row_stride, scores, lane_stride = state_SB2C.stride()
+    if lane_stride != 1:
+        raise ValueError(f"state of strides {state_SB2C.stride()}: lanes must be contiguous")
     num_warps = 4 if span * lanes <= 1024 else 8 if span <= _CHUNK else 16
     # One launch does both where no row that is still to be pooled can be overwritten by a row of this step.
     together = step.most_tokens <= ring - span + 1
@@ -180,9 +182,9 @@ def insert_entries(
             values_TC, scores_TC, values_TC.stride(0), scores_TC.stride(0), position_bias_RC, norm_weight_D,
             cos_sin_PR, step.positions_T, step.requests_T, step.query_starts_R1, step.seqlens_R, step.state_slots_R,
             step.token_pages_RP, step.token_pages_RP.stride(0), state_SB2C, pages, eps, POOL=pool, REMEMBER=remember,
-            STATE_STRIDE=state_SB2C.stride(0), RATIO=ratio, SPAN=span, CHUNK=min(span, _CHUNK), RING=ring,
-            LANES_IN=lanes_in, BLOCK_IN=triton.next_power_of_2(lanes_in), WIDTH=layout.width,
-            ROPE=cos_sin_PR.shape[1], TRANSFORM=transform, LANES=lanes, **row_constants(layout),
+            SLOT_STRIDE=slot_stride, ROW_STRIDE=row_stride, SCORES=scores, RATIO=ratio, SPAN=span,
+            CHUNK=min(span, _CHUNK), RING=ring, LANES_IN=lanes_in, BLOCK_IN=triton.next_power_of_2(lanes_in),
+            WIDTH=layout.width, ROPE=cos_sin_PR.shape[1], TRANSFORM=transform, LANES=lanes, **row_constants(layout),
             num_warps=num_warps if pool else 4,
         )  # fmt: skip
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from halocline.hal.errors import ConfigError
@@ -37,24 +37,35 @@ class LayerCache:
 
 @dataclass(eq=False, kw_only=True)
 class DeepseekV4Cache:
-    """Caches of all layers, draft layers last."""
+    """Caches of all layers, draft layers last.
+
+    Attributes:
+        plan: Layouts and sizes.
+        layers: Handles of each layer.
+        states: Compressor state of each ratio. The lanes of all its compressors lie side by side in one ring, layer
+            after layer and the indexer's behind its layer's, so that a slot is copied as one piece; the states of
+            `layers` are views of some of the lanes.
+    """
 
     plan: CachePlan
     layers: list[LayerCache] = field(default_factory=list)
+    states: list[CompressorState] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
         handles = [h for c in self.layers for h in (c.window, c.compressed, c.index_keys) if h is not None]
-        return sum(handle.pages.nbytes for handle in handles) + sum(s.rows_SB2C.nbytes for s in self._states())
+        return sum(handle.pages.nbytes for handle in handles) + sum(s.rows_SB2C.nbytes for s in self.states)
 
     def copy_state(self, sources: list[int], targets: list[int]) -> None:
-        """Copies compressor state between slots."""
-        for state in self._states():
-            state.rows_SB2C[targets] = state.rows_SB2C[sources]
+        """Copies compressor state between slots; all sources are read before a target is written."""
+        import torch
 
-    def _states(self) -> list[CompressorState]:
-        return [s for c in self.layers for s in (c.state, c.index_state) if s is not None]
+        if not self.states:
+            return
+        sources_N, targets_N = torch.tensor([sources, targets], device=self.states[0].rows_SB2C.device)
+        for state in self.states:
+            state.rows_SB2C.index_copy_(0, targets_N, state.rows_SB2C.index_select(0, sources_N))
 
 
 def _layouts(config: DeepseekV4Config, recipe: Recipe, ratio: int, page_rows: int) -> list[CacheLayout]:
@@ -72,6 +83,23 @@ def _state_lanes(config: DeepseekV4Config, ratio: int) -> tuple[int, ...]:
     if ratio == 0:
         return ()
     return (2 * config.head_dim, 2 * config.index_head_dim) if ratio == 4 else (config.head_dim,)
+
+
+def _lanes_of_ratios(config: DeepseekV4Config) -> dict[int, int]:
+    """Projected lanes of all compressors of each ratio."""
+    return {
+        ratio: config.compress_ratios.count(ratio) * sum(_state_lanes(config, ratio))
+        for ratio in sorted(set(config.compress_ratios) - {0})
+    }
+
+
+def _split(state: CompressorState, config: DeepseekV4Config) -> Iterator[CompressorState]:
+    """The states of single compressors, in the order of layers, as views of the state of their ratio."""
+    first = 0
+    while first < state.rows_SB2C.shape[-1]:
+        for lanes in _state_lanes(config, state.ratio):
+            yield replace(state, rows_SB2C=state.rows_SB2C[..., first : first + lanes])
+            first += lanes
 
 
 def _ring_rows(ratio: int, extra_rows: int) -> int:
@@ -158,9 +186,14 @@ def allocate_cache(
     Raises:
         OutOfPagesError: If the device has not enough memory.
     """
-    from dataclasses import replace
+    compressor = ops_of_layer(0).compressor
 
-    cache = DeepseekV4Cache(plan=plan)
+    def state(ratio: int, lanes: int) -> CompressorState:
+        return compressor.allocate_state(num_state_slots, lanes, ratio=ratio, extra_rows=extra_rows, device=device)
+
+    of_ratio = {ratio: state(ratio, lanes) for ratio, lanes in _lanes_of_ratios(config).items()}
+    parts = {ratio: _split(owner, config) for ratio, owner in of_ratio.items()}
+    cache = DeepseekV4Cache(plan=plan, states=list(of_ratio.values()))
     token_layouts = iter(plan.token_layouts)
     for layer, ratio in enumerate(config.compress_ratios):
         ops = ops_of_layer(layer)
@@ -170,12 +203,8 @@ def allocate_cache(
 
         entry = LayerCache(window=pages(plan.window_layouts[layer], num_window_pages))
         if ratio:
-            states = [
-                ops.compressor.allocate_state(num_state_slots, lanes, ratio=ratio, extra_rows=extra_rows, device=device)
-                for lanes in _state_lanes(config, ratio)
-            ]
-            entry.compressed, entry.state = pages(next(token_layouts), num_token_pages), states[0]
+            entry.compressed, entry.state = pages(next(token_layouts), num_token_pages), next(parts[ratio])
             if ratio == 4:
-                entry.index_keys, entry.index_state = pages(next(token_layouts), num_token_pages), states[1]
+                entry.index_keys, entry.index_state = pages(next(token_layouts), num_token_pages), next(parts[ratio])
         cache.layers.append(entry)
     return cache

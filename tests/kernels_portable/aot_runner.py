@@ -31,7 +31,7 @@ COLUMNS = ("kernel", "arch", "config", "vgpr", "agpr", "sgpr", "vgpr_spills", "s
 # Upper-case constants that only repeat a size of the model or of a page say nothing about the choice of tiles.
 SIZES = {
     "WIDTH", "ROPE", "PAGE_ROWS", "PAGE_STRIDE", "WINDOW_PAGE_ROWS", "WINDOW_PAGE_STRIDE", "WINDOW_ENTRIES", "HIDDEN",
-    "STATE_STRIDE", "VOCABULARY", "N", "K", "FNUZ", "WINDOW_FNUZ", "KIND",
+    "SLOT_STRIDE", "ROW_STRIDE", "SCORES", "VOCABULARY", "N", "K", "FNUZ", "WINDOW_FNUZ", "KIND",
 }  # fmt: skip
 
 

@@ -53,7 +53,9 @@ class _Feeder:
         self.bias = torch.randn(ratio, lanes, generator=gen)
         self.gain = 1 + 0.2 * torch.randn(layout.width, generator=gen)
         ring = (8 if ratio == 4 else ratio) + extra
-        self.state = torch.full((len(lengths) + 2, ring, 2, lanes), torch.nan)  # a slot is never cleared
+        wide = torch.full((len(lengths) + 2, ring, 2, lanes + 48), torch.nan)  # a slot is never cleared
+        self.state = wide[..., 32 : lanes + 32]  # others have their lanes in it, too
+        self.others = wide[..., :32], wide[..., lanes + 32 :]
         pages = max(-(-n // (layout.page_rows * ratio)) for n in lengths)
         order = torch.randperm(pages * len(lengths), generator=gen, dtype=torch.int32)
         self.table_RP = order.view(len(lengths), pages)
@@ -98,6 +100,7 @@ def _layout(kind: Any, row_format: RowFormat, width: int, page_rows: int, dialec
 
 
 def _check(feeder: _Feeder, table: Tensor, rotate: Any) -> None:
+    assert all(bool(lanes.isnan().all()) for lanes in feeder.others)
     for r in range(len(feeder.fed)):
         n = feeder.fed[r]
         expected = _entries(
@@ -191,6 +194,13 @@ def test_every_row_format(
     feeder.step([1, 1], table, decode=True)
     feeder.step([4, 2], table)
     _check(feeder, table, rotate)
+
+
+def test_lanes_that_are_not_contiguous_are_refused(rope_table: Callable[..., Tensor]) -> None:
+    feeder = _Feeder(_layout("latent", RowFormat.FLOAT32, 128, 2), 4, [4], 0, 5)
+    feeder.state = feeder.state.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match="lanes must be contiguous"):
+        feeder.step([4], rope_table(64, 64))
 
 
 def test_rolled_back_drafts_leave_no_trace(rope_table: Callable[..., Tensor]) -> None:
