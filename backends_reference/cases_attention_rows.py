@@ -115,6 +115,7 @@ _RELEASED = _Queries(
     size="model",
 )  # fmt: skip
 _RAGGED = tuple(range(0, 6400, 200))
+_FAR = (0, 1, 126, 127, 128, 8191, 65_535, *range(0, 1992, 8))  # 256 requests that reach 1 to 65,536 tokens
 _MODEL = (
     replace(_RELEASED, name="flash_window", fed=(3000,) * 128, new=(1,) * 128),
     replace(_RELEASED, name="flash_ratio_4", fed=_RAGGED, new=(1,) * 32, ratio=4),
@@ -124,6 +125,9 @@ _MODEL = (
     replace(_RELEASED, name="flash_drafts", fed=(900,) * 16, new=(2,) * 16, ratio=4, holes=0.1),
     replace(_RELEASED, name="flash_rank_of_8", fed=(900,) * 130, new=(1,) * 130, heads=8, ratio=4, dirty=True),
     replace(_RELEASED, name="flash_chunk", fed=(300, 0), new=(400, 213), ratio=4),
+    replace(_RELEASED, name="flash_256_requests", fed=_FAR, new=(1,) * 256, ratio=4, holes=0.05),
+    replace(_RELEASED, name="flash_256_requests_ratio_128", fed=_FAR, new=(1,) * 256, ratio=128),
+    replace(_RELEASED, name="pro_256_requests", fed=_FAR, new=(1,) * 256, heads=128, ratio=4, topk=1024),
     replace(
         _RELEASED, name="pro_ratio_4", fed=tuple(range(0, 9000, 900)), new=(1,) * 10, heads=128, ratio=4, topk=1024
     ),

@@ -108,6 +108,12 @@ _MODEL = (
     replace(_RELEASED, name="flash_decode", fed=tuple(range(0, 12_800, 100)), new=(1,) * 128),
     replace(_RELEASED, name="flash_prefill", fed=(3000,), new=(515,)),
     replace(_RELEASED, name="flash_long", fed=(65_600, 10), new=(1, 1)),
+    replace(
+        _RELEASED,
+        name="flash_256_requests",
+        fed=(0, 1, 126, 127, 128, 8191, 65_535, *range(0, 1992, 8)),
+        new=(1,) * 256,
+    ),
     replace(_RELEASED, name="pro_decode", fed=tuple(range(0, 33_000, 1000)), new=(1,) * 33, kept=1024),
 )
 # Element type of the query, its rounding and the format of the keys, as the three numeric recipes pair them.

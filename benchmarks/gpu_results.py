@@ -1,7 +1,7 @@
-"""Keeps of a GPU session what documents quote: one file of rows with their device, versions and commit.
+"""What GPU sessions found: a verdict on every line, tables for documents, and one file of rows to keep.
 
-Answers of the graded suite are marked here, as the GPU machine may lack what that needs. Refusals of a case by a
-kernel that says so in its manifest row are left out; differences beyond a tolerance stay.
+Rows of several calls are read together; a part that ran again replaces what it said before. What is kept carries the
+device, versions and commit once: rows of two devices or commits are refused.
 """
 
 from __future__ import annotations
@@ -13,56 +13,72 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from halocline.engine.grading import grade, load_suite, score
-from halocline.engine.tokenizer import Tokenizer
+from halocline.benchmarks.gpu_criteria import latest, verdicts
+from halocline.benchmarks.gpu_rows import read_rows
+from halocline.benchmarks.gpu_tables import tables, verdict_lines
 
-__all__ = ["main"]
+__all__ = ["main", "shared_facts"]
 
 _KEPT = ("name", "params", "value", "unit", "roof", "share")
-_SHARED = ("device", "versions", "commit")
-_NOT_QUOTED = ("parity.cases.seconds", "decode.weights", "decode.load.seconds", "graph.seconds", "tokens.seconds")
 
 
 def _is_quoted(row: dict[str, Any]) -> bool:
-    if row["name"] in _NOT_QUOTED or row["params"].get("warm") or row["name"].endswith(".calls"):
-        return False
-    return not (row["name"] == "parity.case" and "ShapeError" in str(row["value"]))
+    name, params = row["name"], row["params"]
+    return not (name.endswith(".seconds") or name.startswith("session.") or params.get("warm"))
 
 
-def _score(model: Path, answers: Path) -> list[dict[str, Any]]:
-    """The share of right answers of the graded suite, over all lessons and by lesson."""
-    suite, tokenizer = load_suite(model / "suites" / "graded.jsonl"), Tokenizer.from_dir(model)
-    given: dict[str, list[int]] = json.loads(answers.read_text())
-    right = [grade(exercise, tokenizer.decode(given[exercise.name])) for exercise in suite]
-    lessons = {lesson: [found.right, found.total] for lesson, found in score(suite, right).items()}
-    kernels = answers.stem.removeprefix("answers-")
-    params = {"kernels": kernels, "graphs": True, "items": len(right), "lessons": lessons}
-    row = {"name": "tokens.graded_score", "params": params, "value": sum(right) / len(right), "unit": "share"}
-    return [{**row, "roof": None, "share": None}]
+def shared_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Device, versions and commit of all rows; a package that only some sessions had counts.
+
+    Raises:
+        ValueError: If there is more than one device, commit or version of a package.
+    """
+    facts: dict[str, Any] = {"device": rows[0]["device"], "commit": rows[0]["commit"], "versions": {}}
+    for row in rows:
+        for name in ("device", "commit"):
+            if row[name] != facts[name]:
+                raise ValueError(f"rows of two {name}s: {facts[name]} and {row[name]}; keep them apart")
+        for package, version in row["versions"].items():
+            known = facts["versions"].setdefault(package, version)
+            if known != version:
+                raise ValueError(f"rows of two versions of {package}: {known} and {version}; keep them apart")
+    return facts
+
+
+def _keep(rows: Sequence[dict[str, Any]], path: Path) -> int:
+    kept = [{key: row[key] for key in _KEPT} for row in latest(rows) if _is_quoted(row)]
+    for row in kept:
+        if row["unit"] == "error":  # what follows is the place in a checkout
+            row["value"] = row["value"].partition("\n")[0].partition(" | ")[0]
+    kept.sort(key=lambda row: (row["name"], json.dumps(row["params"], sort_keys=True)))
+    head = json.dumps(shared_facts(rows))[1:-1]
+    lines = ",\n".join(json.dumps(row) for row in kept)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
+    return len(kept)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the file."""
+    """Prints verdicts and tables and writes the file; 1 if a line does not hold or was not run."""
     parser = argparse.ArgumentParser(prog="./dev bench gpu_results", description=__doc__)
-    parser.add_argument("rows", type=Path, help="rows.jsonl of a session")
-    parser.add_argument("--answers", type=Path, nargs="*", default=[], help="its answers-*.json")
-    parser.add_argument("--model", type=Path, default=Path("graded"), help="folder of the graded model")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("rows", type=Path, nargs="+", help="rows.jsonl of the calls, in their order")
+    parser.add_argument("--out", type=Path, help="file of rows to keep, benchmarks/results/DEVICE/COMMIT.json")
+    parser.add_argument("--markdown", type=Path, help="file for verdicts and tables, beside the terminal")
     options = parser.parse_args(list(arguments))
-    rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
-    facts = {json.dumps([row[key] for key in _SHARED]) for row in rows}
-    if len(facts) != 1:
-        raise ValueError(f"{options.rows} holds rows of {len(facts)} devices, versions or commits; keep them apart")
-    found = [{key: row[key] for key in _KEPT} for row in rows if _is_quoted(row)]
-    for row in found:
-        if row["unit"] == "error":  # what follows is the place in a checkout
-            row["value"] = row["value"].partition("\n")[0].partition(" | ")[0]
-    for answers in options.answers:
-        found += _score(options.model, answers)
-    found.sort(key=lambda row: (row["name"], json.dumps(row["params"], sort_keys=True)))
-    head = json.dumps({key: rows[0][key] for key in _SHARED})[1:-1]
-    lines = ",\n".join(json.dumps(row, sort_keys=False) for row in found)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(f'{{{head}, "rows": [\n{lines}\n]}}\n')
-    sys.stdout.write(f"{len(found)} of {len(rows)} rows in {options.out}\n")
-    return 0
+    rows = [row for path in options.rows for row in read_rows(path)]
+    if not rows:
+        sys.stderr.write("gpu_results: there is no row\n")
+        return 2
+    facts = shared_facts(rows)
+    found = verdicts(rows)
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    text = f"{facts['device']}, commit {facts['commit']}, {versions}\n\n{verdict_lines(found)}"
+    for title, body in tables(latest(rows)).items():
+        text += f"\n### {title}\n\n{body}"
+    sys.stdout.write(text)
+    if options.markdown is not None:
+        options.markdown.write_text(text)
+    if options.out is not None:
+        count = _keep(rows, options.out)
+        sys.stdout.write(f"\n{count} of {len(rows)} rows in {options.out}\n")
+    return int(not all(verdict.passed for verdict in found))

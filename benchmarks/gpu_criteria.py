@@ -1,0 +1,334 @@
+"""What a GPU session has to show, as data: each line with the rows that decide it and what they must say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["CRITERIA", "Criterion", "Verdict", "find", "latest", "verdicts"]
+
+Row = dict[str, Any]
+
+_SCORE_GAP, _LEAST_P, _SAME = 0.02, 0.05, 0.98
+_COSINE = 0.999
+_SHARES = {1: 0.30, 8: 0.45, 32: 0.50, 128: 0.50}
+_PREFILL, _PEER = 0.25, 15.0
+_EXPERTS_APART = 0.2  # of the number that uniform routing would give
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the rows say of a line.
+
+    Attributes:
+        line: The line.
+        passed: Whether it holds; None if its rows are missing.
+        said: The figures, in words.
+    """
+
+    line: str
+    passed: bool | None
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Criterion:
+    """A line and its judge, which gets the rows and returns whether it holds and the figures."""
+
+    line: str
+    judge: Callable[[Sequence[Row]], tuple[bool | None, str]]
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """The last row of each name and parameters: a part that ran again replaces what it said before."""
+    kept: dict[str, Row] = {}
+    for row in rows:
+        identity = {name: value for name, value in row["params"].items() if name not in _SAID}
+        kept[f"{row['name']} {sorted(identity.items(), key=str)} {row['unit'] == 'error'}"] = row
+    return list(kept.values())
+
+
+# Parameters that say what came out, not what was asked.
+_SAID = ("said", "first", "apart", "lessons", "failed", "finite", "compared", "GiB", "unbound")
+
+
+def find(rows: Sequence[Row], name: str, **params: Any) -> list[Row]:
+    """Rows of a name and these parameters, errors left out."""
+    return [
+        row
+        for row in rows
+        if row["name"] == name
+        and row["unit"] != "error"
+        and all(row["params"].get(key) == value for key, value in params.items())
+    ]
+
+
+def _errors(rows: Sequence[Row], *names: str, **params: Any) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if row["name"] in names
+        and row["unit"] == "error"
+        and all(row["params"].get(key) == value for key, value in params.items())
+    ]
+
+
+# ---- judges ---------------------------------------------------------------------------------------------------------
+
+
+def _parity(wanted: Callable[[str], bool]) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found = [row for row in find(rows, "parity.kernel") if wanted(row["params"]["kernel"])]
+        broken = _errors(rows, "parity.op")
+        if not found:
+            return None, f"{len(broken)} ops failed" if broken else ""
+        cases = sum(row["value"]["cases"] for row in found)
+        bad = [
+            f"{row['params']['op']}={row['params']['kernel']} {row['value']['within']}/{row['value']['cases']}"
+            for row in found
+            if row["value"]["within"] != row["value"]["cases"] or not row["value"]["cases"]
+        ]
+        bad += [f"{row['params']['op']}: {str(row['value'])[:60]}" for row in broken]
+        return not bad, f"{len(found)} kernels, {cases} cases; out of tolerance: {', '.join(bad) or 'none'}"
+
+    return judge
+
+
+def _graded(kernels: str, batches: Sequence[int]) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        said, good = [], []
+        for batch in batches:
+            found = find(rows, "graded.agreement", kernels=kernels, batch=batch, graphs=True)
+            if not found:
+                return None, f"batch {batch} is missing"
+            value = found[-1]["value"]
+            gap = abs(value["score"] - value["reference_score"])
+            good.append((gap <= _SCORE_GAP or value["p"] > _LEAST_P) and value["same"] >= _SAME)
+            said.append(
+                f"batch {batch}: {value['score']:.3f} (reference {value['reference_score']:.3f}, p {value['p']:.2f}), "
+                f"{value['same']:.1%} equal answers"
+            )
+        return all(good), "; ".join(said)
+
+    return judge
+
+
+def _width(against: str) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found = find(rows, "width.cosine", against=against)
+        if not found:
+            return None, ""
+        said = [
+            f"{row['params']['kernels']} {row['params']['positions']}: least {row['value']['least']:.5f}, "
+            f"{row['value']['count']} positions"
+            for row in found
+        ]
+        good = all(row["value"]["least"] >= _COSINE and row["value"]["finite"] for row in found)
+        return good, "; ".join(said)
+
+    return judge
+
+
+def _graphs(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    apart, beside = find(rows, "graph.apart"), find(rows, "graph.neighbour")
+    broken = _errors(rows, "graph")
+    if not apart:
+        return None, ""
+    bad = [f"{row['params']['kernels']}, {row['params']['what']}: {row['value']}" for row in apart if row["value"]]
+    bad += [f"{row['params']['kernels']}: a long neighbour changes bits" for row in beside if not row["value"]]
+    bad += [f"{row['params']['kernels']}: {str(row['value'])[:60]}" for row in broken]
+    return not bad, f"{len(apart) + len(beside)} comparisons; apart: {', '.join(bad) or 'none'}"
+
+
+def _tests(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = find(rows, "tests.counts")
+    if not found:
+        return None, ""
+    value, failed = found[-1]["value"], found[-1]["params"]["failed"]
+    good = value["executed"] > 0 and value["failed"] == 0
+    return good, f"{value['executed']} executed, {value['failed']} failed {' '.join(failed)}".strip()
+
+
+def _decode(batch: int) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found = find(rows, "decode.step", kernels="default", model="flash", layers=8, batch=batch)
+        if not found:
+            return None, ""
+        row = found[-1]
+        finite = find(rows, "decode.finite", kernels="default", model="flash", layers=8, batch=batch)
+        good = row["share"] >= _SHARES[batch] and all(one["value"] for one in finite)
+        return good, f"{row['value']:.3f} ms, {row['share']:.1%} of {row['roof']:.2f} ms"
+
+    return judge
+
+
+def _experts(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = find(rows, "decode.experts", kernels="default", model="flash", layers=8)
+    if not found:
+        return None, ""
+    said, good = [], []
+    for row in found:
+        mean = sum(row["value"]) / len(row["value"])
+        good.append(abs(mean - row["roof"]) <= _EXPERTS_APART * row["roof"])
+        said.append(f"batch {row['params']['batch']}: {mean:.1f} of {row['roof']:.1f}")
+    return all(good), "; ".join(said)
+
+
+def _deep(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = [find(rows, "decode.step", kernels="default", model="flash", layers=36, batch=b) for b in (1, 32)]
+    if not any(found):
+        return None, ""
+    said = [f"batch {r[-1]['params']['batch']}: {r[-1]['value']:.2f} ms, {r[-1]['share']:.1%}" for r in found if r]
+    return all(found), "; ".join(said)
+
+
+def _prefill(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = find(rows, "prefill.rate", kernels="default", model="flash", layers=8)
+    if not found:
+        return None, ""
+    return found[-1]["share"] >= _PREFILL, f"{found[-1]['value']:,} tokens/s, {found[-1]['share']:.1%}"
+
+
+def _pro(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    steps, rates = find(rows, "decode.step", model="pro"), find(rows, "prefill.rate", model="pro")
+    if not steps:
+        return None, ""
+    said = [f"batch {row['params']['batch']}: {row['value']:.2f} ms, {row['share']:.1%}" for row in steps]
+    said += [f"prefill {row['value']:,} tokens/s, {row['share']:.1%}" for row in rates]
+    return bool(rates), "; ".join(said)
+
+
+def _peer(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = find(rows, "peer.factor")
+    return (found[-1]["value"] >= _PEER, f"{found[-1]['value']:.1f} x") if found else (None, "")
+
+
+def _ready(kernels: str) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found = [find(rows, f"ready.{what}", kernels=kernels) for what in ("kernels", "modules", "programs")]
+        if not all(found):
+            return None, ""
+        last = [rows[-1] for rows in found]
+        said = [f"{row['value']} {row['unit']} {' '.join(row['params']['first'][:3])}".strip() for row in last]
+        return all(row["value"] == 0 for row in last), ", ".join(said)
+
+    return judge
+
+
+def _explain(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = find(rows, "explain.bound")
+    if not found:
+        return None, ""
+    bound, unbound = found[-1]["value"], found[-1]["params"]["unbound"]
+    libraries = sorted(set(bound.values()) - {"triton", "torch", "nccl", "rccl", "reference", None})
+    return not unbound and "reference" not in bound.values(), f"{len(bound)} ops; libraries: {', '.join(libraries)}"
+
+
+def _overrides(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    ran, broken = find(rows, "override.ran"), _errors(rows, "override", "override.ran")
+    if not ran:
+        return None, ""
+    bad = [f"{row['params']['op']}={row['params']['kernel']}" for row in broken]
+    return not bad, f"{len(ran)} ran; failed: {', '.join(bad) or 'none'}"
+
+
+def _compare(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    calls, broken = find(rows, "parity.calls"), _errors(rows, "parity.generation")
+    if not calls:
+        return None, ""
+    apart = [r["params"]["op"] for r in find(rows, "parity.in_generation") if r["value"]["apart"]]
+    number = sum(row["value"] for row in calls)
+    return not broken, f"{number} calls; out of tolerance: {', '.join(apart) or 'none'}; failed: {len(broken)}"
+
+
+def _start(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found = [row for row in find(rows, "start.first_token") if row["params"]["layers"] >= 36]
+    if not found:
+        return None, ""
+    kinds = {row["params"]["caches"]: row["value"] for row in found}
+    return {"warm", "empty"} <= set(kinds), ", ".join(f"{kind} caches {value} s" for kind, value in kinds.items())
+
+
+def _sanitizer(tool: str, count: int) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found, broken = find(rows, "sanitizer.errors", tool=tool), _errors(rows, "sanitizer", tool=tool)
+        if not found:
+            return None, f"{len(broken)} runs failed" if broken else ""
+        errors, calls = sum(row["value"] for row in found), find(rows, "sanitizer.calls", tool=tool)
+        number = sum(row["value"] for row in calls)
+        good = errors == 0 and not broken and len(found) >= count and number > 0
+        return good, f"{errors} errors in {number} calls of {len(found)} runs, {len(broken)} runs failed"
+
+    return judge
+
+
+def _speed(kernels: Sequence[str]) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        counts = {name: len(find(rows, "speed.kernel", kernel=name)) for name in kernels}
+        if not any(counts.values()):
+            return None, ""
+        return all(counts.values()), ", ".join(f"{name}: {count} cases" for name, count in counts.items())
+
+    return judge
+
+
+def _wheel(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found, broken = find(rows, "wheel.command"), _errors(rows, "wheel")
+    if not found:
+        return (False, str(broken[-1]["value"])[:120]) if broken else (None, "")
+    said = [f"{row['params']['command']} {row['value']}" for row in found]
+    return all(row["value"] == 0 for row in found) and not broken, (
+        f"Python {found[-1]['params']['python']}; exit status: {', '.join(said)}"
+    )
+
+
+CRITERIA = (
+    Criterion(
+        line="parity: every kernel but tilelang's within its tolerance on every case",
+        judge=_parity(lambda kernel: kernel != "tilelang"),
+    ),
+    Criterion(
+        line="graded model, default kernels, graphs: score within 0.02 or p > 0.05, 98 % equal answers, batch 1 and 32",
+        judge=_graded("default", (1, 32)),
+    ),
+    Criterion(line="full-width layers: cosine of logits >= 0.999 against the same recipe", judge=_width("served")),
+    Criterion(line="full-width layers: cosine of logits >= 0.999 against float32", judge=_width("float32")),
+    Criterion(line="graphs equal eager steps bit by bit", judge=_graphs),
+    Criterion(line="device tests (graphs, indices, dispatch, addresses)", judge=_tests),
+    *(
+        Criterion(line=f"decode, 8 layers, batch {batch}: at least {share:.0%} of the roof", judge=_decode(batch))
+        for batch, share in _SHARES.items()
+    ),
+    Criterion(line="distinct experts as uniform routing gives", judge=_experts),
+    Criterion(line="36 layers on one device at batch 1 and 32", judge=_deep),
+    Criterion(line="prefill of 8,192 tokens: at least 25 % of the roof", judge=_prefill),
+    Criterion(line="Transformers on the same layers: at least 15 x at batch 1", judge=_peer),
+    Criterion(line="the larger model's layers: decode and prefill", judge=_pro),
+    Criterion(line="nothing compiled or imported once ready, default kernels", judge=_ready("default")),
+    Criterion(line="nothing compiled or imported once ready, portable kernels", judge=_ready("portable")),
+    Criterion(line="explain on the machine: every op bound, libraries shown", judge=_explain),
+    Criterion(line="every override of every op runs", judge=_overrides),
+    Criterion(line="compare mode inside a generation", judge=_compare),
+    Criterion(line="cold start of 36 layers to the first token, and where it goes", judge=_start),
+    Criterion(line="compute-sanitizer memcheck over portable kernels", judge=_sanitizer("memcheck", 3)),
+    Criterion(line="compute-sanitizer racecheck over portable kernels", judge=_sanitizer("racecheck", 1)),
+    Criterion(line="AMD's kernels here: tilelang within tolerance", judge=_parity(lambda name: name == "tilelang")),
+    Criterion(
+        line="AMD's kernels here: portable Triton within tolerance", judge=_parity(lambda name: name == "triton")
+    ),
+    Criterion(line="graded model on portable Triton for every op", judge=_graded("portable", (1, 32))),
+    Criterion(line="graded model with tilelang attention", judge=_graded("tilelang", (32,))),
+    Criterion(line="speed of tilelang and portable kernels", judge=_speed(("tilelang", "triton"))),
+    Criterion(line="the wheel in an empty environment: demo, doctor, explain", judge=_wheel),
+)
+
+
+def verdicts(rows: Iterable[Row]) -> list[Verdict]:
+    """What the rows of one or more sessions say of every line."""
+    kept = latest(rows)
+    found = []
+    for criterion in CRITERIA:
+        passed, said = criterion.judge(kept)
+        found.append(Verdict(line=criterion.line, passed=passed, said=said))
+    return found

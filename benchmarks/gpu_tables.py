@@ -1,0 +1,142 @@
+"""Tables in Markdown from the rows of a GPU session."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from halocline.benchmarks.gpu_criteria import Verdict, find
+from halocline.benchmarks.roofline import STEP_PEERS
+
+__all__ = ["table", "tables", "verdict_lines"]
+
+Row = dict[str, Any]
+
+_MARKS = {True: "pass", False: "FAIL", None: "not run"}
+
+
+def table(heads: Sequence[str], body: Sequence[Sequence[object]]) -> str:
+    """A table; nothing when there is no row."""
+    if not body:
+        return ""
+    rows = [[str(cell) for cell in row] for row in (heads, ["---"] * len(heads), *body)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def verdict_lines(verdicts: Sequence[Verdict]) -> str:
+    """Every line with what was found."""
+    return table(("", "line", "figures"), [(_MARKS[v.passed], v.line, v.said) for v in verdicts])
+
+
+def tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Every table that the rows have something for, by title."""
+    found = {
+        "Parity with the reference": _parity(rows),
+        "The graded model": _graded(rows),
+        "Decode steps": _decode(rows),
+        "Prefill of 8,192 tokens": _prefill(rows),
+        "Start to the first token, seconds": _start(rows),
+        "Microseconds of kernels at a released model's sizes": _speed(rows),
+    }
+    for row in find(rows, "decode.trace"):
+        params = row["params"]
+        if params.get("model") == "flash" and params.get("batch") in {1, 32}:
+            title = (
+                f"Where a step goes: {params['kernels']} kernels, {params['layers']} layers, batch {params['batch']}"
+            )
+            found[title] = _trace(row)
+    return {title: text for title, text in found.items() if text}
+
+
+def _parity(rows: Sequence[Row]) -> str:
+    body = []
+    for row in sorted(find(rows, "parity.kernel"), key=lambda r: (r["params"]["op"], r["params"]["kernel"])):
+        value = row["value"]
+        worst = f"{value['norm']:.1e}, {value['share_of_tolerance']:.0%} of what is allowed" if value["norm"] else "0"
+        within = f"{value['within']} of {value['cases']}"
+        body.append((f"`{row['params']['op']}`", row["params"]["kernel"], within, worst))
+    return table(("op", "kernel", "cases within", "worst norm"), body)
+
+
+def _graded(rows: Sequence[Row]) -> str:
+    body = []
+    for row in find(rows, "graded.agreement"):
+        params, value = row["params"], row["value"]
+        how = "graphs" if params["graphs"] else "eager"
+        body.append(
+            (
+                params["kernels"],
+                params["batch"],
+                how,
+                f"{value['score']:.3f}",
+                f"{value['reference_score']:.3f}",
+                f"{value['p']:.2f}",
+                f"{value['same']:.1%} of {params['compared']}",
+            )
+        )
+    return table(("kernels", "batch", "steps", "score", "reference", "p", "equal answers"), body)
+
+
+def _decode(rows: Sequence[Row]) -> str:
+    body = []
+    for row in find(rows, "decode.step"):
+        params = row["params"]
+        met = find(rows, "decode.experts", **{key: params[key] for key in ("kernels", "model", "layers", "batch")})
+        launches = find(rows, "decode.launches", **{k: params[k] for k in ("kernels", "model", "layers", "batch")})
+        peers = [f"{p.share[params['batch']]:.0%}" if _has_peer(params, p.share) else "-" for p in STEP_PEERS]
+        experts = f"{sum(met[-1]['value']) / len(met[-1]['value']):.0f}" if met else "-"
+        shown = (params["model"], params["layers"], params["kernels"], params["batch"])
+        figures = (f"{row['roof']:.2f}", f"{row['value']:.2f}", f"{row['share']:.0%}")
+        body.append((*shown, *figures, *peers, experts, launches[-1]["value"] if launches else "-"))
+    heads = ("model", "layers", "kernels", "batch", "roof ms", "ms", "share", *(p.name for p in STEP_PEERS))
+    return table((*heads, "experts a layer", "launches"), body)
+
+
+def _has_peer(params: dict[str, Any], share: dict[int, float]) -> bool:
+    return params["model"] == "flash" and params["layers"] == 8 and params["batch"] in share
+
+
+def _prefill(rows: Sequence[Row]) -> str:
+    body = [
+        (
+            row["params"]["model"],
+            row["params"]["layers"],
+            row["params"]["kernels"],
+            f"{row['value']:,}",
+            f"{row['roof']:,}",
+            f"{row['share']:.0%}",
+        )
+        for row in find(rows, "prefill.rate")
+    ]
+    return table(("model", "layers", "kernels", "tokens/s", "roof", "share"), body)
+
+
+def _start(rows: Sequence[Row]) -> str:
+    found = find(rows, "start.where")
+    names = list(dict.fromkeys(name for row in found for name in row["value"]))
+    body = [
+        (
+            row["params"]["layers"],
+            row["params"]["caches"],
+            *(row["value"].get(name, "-") for name in names),
+            round(sum(row["value"].values()), 1),
+        )
+        for row in found
+    ]
+    return table(("layers", "kernel caches", *names, "in all"), body)
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in find(rows, "speed.kernel"):
+        params = row["params"]
+        case = f"{params['case']} {params['dtype']}"
+        found.setdefault((params["op"], case), {})[params["kernel"]] = row["value"]
+    names = sorted({name for times in found.values() for name in times})
+    body = [(f"`{op}`", case, *(times.get(name, "-") for name in names)) for (op, case), times in found.items()]
+    return table(("op", "case", *names), body)
+
+
+def _trace(row: Row) -> str:
+    body = [(f"`{name[:70]}`", us, count) for name, (us, count) in row["value"].items()]
+    return table(("kernel", "us", "launches"), body)
