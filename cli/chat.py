@@ -24,6 +24,7 @@ _HELP = "Type a message. /reset begins anew, /quit or end of file leaves, Ctrl-C
 
 
 def chat(
+    ctx: typer.Context,
     model: options.Model,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     effort: options.Effort = None,
@@ -37,11 +38,16 @@ def chat(
     max_context: options.MaxContext = None,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
+    tp: options.Tp = None,
+    ep: options.Ep = None,
+    dp_attention: options.DpAttention = None,
+    gpus: options.Gpus = None,
 ) -> None:
     """Talk with a model. Reasoning is shown dimmed; the prefix cache keeps the conversation warm."""
     from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
 
+    sizes = options.spread(ctx, model, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
     params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     prepared = options.prepare(
         model,
@@ -51,6 +57,7 @@ def chat(
         memory_fraction=memory_fraction,
         cache_bytes=cache_bytes,
         max_requests=1,
+        sizes=sizes,
     )
     prepared.prompter.chat([{"role": "user", "content": system or ""}], effort=effort)  # refuses a bad effort now
     with LLM(prepared.load()) as llm:

@@ -27,6 +27,7 @@ _DEFAULT_NEW_TOKENS = 256
 
 
 def generate(
+    ctx: typer.Context,
     model: options.Model,
     prompt: Annotated[str | None, typer.Option(help="Text to continue, or the user's turn with --chat.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Read it from a file; - is stdin.")] = None,
@@ -48,6 +49,10 @@ def generate(
     max_context: options.MaxContext = None,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
+    tp: options.Tp = None,
+    ep: options.Ep = None,
+    dp_attention: options.DpAttention = None,
+    gpus: options.Gpus = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:
     """Continue a text, or answer one turn of a chat.
@@ -55,7 +60,8 @@ def generate(
     The text goes to standard output as it is generated; progress and figures go to standard error. On a terminal
     reasoning is shown dimmed, elsewhere only the answer is printed.
     """
-    given = _read_prompt(prompt, prompt_file, prompt_ids)
+    sizes = options.spread(ctx, model, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
+    given = _read_prompt(prompt, prompt_file, prompt_ids) if options.is_leader() else ""
     from halocline.engine.admission import admit
     from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
@@ -78,7 +84,10 @@ def generate(
         memory_fraction=memory_fraction,
         cache_bytes=cache_bytes,
         max_requests=1,
+        sizes=sizes,
     )
+    if not options.is_leader():
+        prepared.load()
     asked: Prompt = given
     if chat:
         asked = _chat_turn(prepared.prompter, given, system=system, effort=effort, thinking=not no_thinking)

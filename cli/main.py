@@ -7,7 +7,6 @@ commands themselves are listed in `halocline.cli.commands` and live in one file 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -15,8 +14,9 @@ import typer.main
 
 from halocline import __version__
 from halocline.cli.commands import COMMANDS
+from halocline.cli.invocation import Invocation
 from halocline.cli.lazy import LazyGroup
-from halocline.hal.errors import HaloclineError
+from halocline.hal.errors import HaloclineError, SettingsError
 from halocline.hal.logs import configure
 from halocline.hal.settings import process_settings
 
@@ -28,13 +28,6 @@ __all__ = ["main"]
 _VERBOSITY_WITH_TRACEBACK = 2
 
 
-@dataclass
-class _Invocation:
-    """What the global options of one call said."""
-
-    verbosity: int = 0
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0 fine, 1 failed, 2 asked for something impossible.
 
@@ -44,14 +37,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: Always.
     """
-    invocation = _Invocation()
+    invocation = Invocation(arguments=list(sys.argv[1:] if arguments is None else arguments))
     try:
         _build().main(args=arguments, prog_name="halocline", obj=invocation)
     except HaloclineError as error:
         if invocation.verbosity >= _VERBOSITY_WITH_TRACEBACK:
             raise
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(f"{_who()}{type(error).__name__}: {error}\n")
         sys.exit(error.exit_code)
+
+
+def _who() -> str:
+    """Names this process if it is one of several and not the first."""
+    try:
+        place = process_settings().place()
+    except SettingsError:
+        return ""
+    return f"rank {place.rank}: " if place is not None and place.rank else ""
 
 
 def _build() -> LazyGroup:
@@ -70,10 +72,12 @@ def _set_verbosity(ctx: typer.Context, value: int) -> int:
 
     typer calls this once for the options before the command's name and once for those after it.
     """
-    invocation = ctx.find_object(_Invocation)
+    invocation = ctx.find_object(Invocation)
     if invocation is not None and not ctx.resilient_parsing:
         invocation.verbosity = max(invocation.verbosity, value)
-        configure(max(invocation.verbosity, process_settings().verbosity))
+        place = process_settings().place()
+        rank = 0 if place is None else place.rank
+        configure(max(invocation.verbosity, process_settings().verbosity), rank=rank)
     return value
 
 

@@ -45,11 +45,16 @@ def serve(
     max_context: options.MaxContext = None,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
+    tp: options.Tp = None,
+    ep: options.Ep = None,
+    dp_attention: options.DpAttention = None,
+    gpus: options.Gpus = None,
 ) -> int:
     """Serve a model over HTTP.
 
     The first SIGTERM or Ctrl-C lets what runs come to its end, the second stops it. See docs/serving.md.
     """
+    sizes = options.spread(ctx, model, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
     given: dict[str, Any] = {
         "model": str(model),
         "effort": effort,
@@ -61,7 +66,13 @@ def serve(
         "max_positions": max_context,
         "memory_fraction": memory_fraction,
         "cache_bytes": cache_bytes,
+        "sizes": (sizes.tp, sizes.dp, sizes.ep) if sizes.world > 1 else None,
     }
+    if not options.is_leader():
+        from halocline.serving.engine_factory import follow_engine
+
+        follow_engine(**{key: value for key, value in given.items() if value is not None})
+        return 0
     from halocline.serving.engine_process import EngineLaunch, ProcessEngine
     from halocline.serving.server import Bind, run_server
     from halocline.serving.state import ServerConfig

@@ -179,7 +179,7 @@ class StepDriver:
             mixed=True,
             num_tokens=max(batch.num_tokens for batch in batches),
             sampled=max(len(batch.sampled_rows) for batch in batches),
-            scored=tuple(max(rows[i].count for rows in scored if i < len(rows)) for i in rounds),
+            scored=tuple(max(rows[i].num_rows for rows in scored if i < len(rows)) for i in rounds),
         )
 
     def _send_plans(
@@ -188,7 +188,7 @@ class StepDriver:
         """Builds and sends the plan of each group; returns that of this rank's own, the first."""
         own: StepPlan | None = None
         for group, (builder, batch, rows) in enumerate(zip(self.builders, batches, scored, strict=True)):
-            spans = [(one.first, one.count) for one in rows]
+            spans = [(one.first, one.num_rows) for one in rows]
             spans += [(0, 0)] * (len(shape.scored) - len(spans))
             for plan in builder.plans(batch, shape, tuple(spans)):
                 if self.sender is not None:
@@ -269,7 +269,7 @@ class StepDriver:
         num_top = rows.request.admitted.params.prompt_logprobs
         assert num_top is not None
         wanted = torch.from_numpy(rows.targets.copy()).to(self._device)
-        return PromptScore(rows, self.sampler.score(logits_TV[: rows.count], wanted, num_top))
+        return PromptScore(rows, self.sampler.score(logits_TV[: rows.num_rows], wanted, num_top))
 
 
 def _no_wait() -> None:

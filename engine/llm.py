@@ -13,7 +13,8 @@ from typing import Any
 from halocline.engine.admission import ModelLimits, admit
 from halocline.engine.engine_thread import EngineThread
 from halocline.engine.generation import AsyncOutputStream, Generation, LoopMailbox, OutputStream
-from halocline.engine.loading import LoadedModel, LoadOptions, prepare_model
+from halocline.engine.load_options import LoadOptions
+from halocline.engine.loading import LoadedModel, prepare_model
 from halocline.engine.progress import progress_bar
 from halocline.engine.prompt import ChatPrompt
 from halocline.engine.request import Request, RequestUpdate
@@ -51,6 +52,7 @@ class LLM:
         Raises:
             InputError: The checkpoint is not one, or an option is impossible.
             MachineError: Device or memory do not suffice.
+            SystemExit: On ranks other than 0, once rank 0 has closed the model.
         """
         if isinstance(model, LoadedModel):
             if options:
@@ -59,7 +61,8 @@ class LLM:
         else:
             self._loaded = prepare_model(LoadOptions(model=Path(model), **options)).load()
         self._thread = EngineThread(self._loaded.engine)
-        weakref.finalize(self, self._thread.close)  # also at exit, so that no step runs while Python shuts down
+        # Also at exit, so that no step runs while Python shuts down and no other rank waits for ever.
+        self._finalize = weakref.finalize(self, _close, self._thread, self._loaded)
         self._mailboxes: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopMailbox]
         self._mailboxes = weakref.WeakKeyDictionary()
 
@@ -71,7 +74,7 @@ class LLM:
 
     def close(self) -> None:
         """Ends what is being generated, and the engine. A second call does nothing."""
-        self._thread.close()
+        self._finalize()
 
     @property
     def limits(self) -> ModelLimits:
@@ -240,6 +243,11 @@ class LLM:
         if mailbox is None:
             mailbox = self._mailboxes[loop] = LoopMailbox(loop)
         return mailbox
+
+
+def _close(thread: EngineThread, loaded: LoadedModel) -> None:
+    thread.close()
+    loaded.close()
 
 
 def _progress(count: int, shown: bool | None) -> AbstractContextManager[Callable[[int], None]]:

@@ -6,19 +6,20 @@ Everything that can be refused is refused before memory is taken, so a failed st
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from halocline.engine.admission import ModelLimits
 from halocline.engine.config import EngineConfig
+from halocline.engine.device_memory import cache_bytes, device_of_process
 from halocline.engine.engine import Engine
-from halocline.engine.memory_plan import cache_limit
+from halocline.engine.load_options import LoadOptions
 from halocline.engine.progress import progress_bar
-from halocline.engine.prompt import DEFAULT_EFFORT, Prompter, check_effort
+from halocline.engine.prompt import Prompter
+from halocline.engine.ranks.joining import check_model_sizes, join_ranks, start_facts
 from halocline.engine.sampler import Sampler
 from halocline.engine.tokenizer import Tokenizer
 from halocline.hal.backend import load_backend, load_manifests
@@ -26,66 +27,20 @@ from halocline.hal.errors import CheckpointError, ConfigError, lines
 from halocline.hal.formats import Recipe, recipe
 from halocline.hal.probe import probe
 from halocline.hal.runtime import load_ops
-from halocline.hal.settings import Settings, process_settings
 from halocline.hal.startup import choose_kernels
 from halocline.models.checkpoint import Checkpoint
 from halocline.models.checkpoint_source import CheckpointSource
+from halocline.models.parallel import SINGLE, Parallel
 
 if TYPE_CHECKING:
     from halocline.engine.graphs import GraphCapture
+    from halocline.engine.ranks.team import Team
     from halocline.hal.device import Device
     from halocline.hal.ops import Ops
     from halocline.hal.table import KernelTable
     from halocline.models.interface import CausalModel
 
 __all__ = ["LoadOptions", "LoadedModel", "PreparedModel", "prepare_model"]
-
-# When nobody says: the rest of a GPU is for activations and workspaces; a CPU shares its memory with everything else.
-_GPU_FRACTION = 0.9
-_CPU_CACHE_BYTES = 4 * 2**30
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """What a caller decides about a model to be loaded.
-
-    Attributes:
-        model: Folder of the checkpoint.
-        recipe: Numeric recipe; None is `served` on a GPU and `recipe` on a CPU.
-        kernels: Kernel overrides, as `--kernel` takes them.
-        effort: Reasoning effort of chat turns that state none.
-        max_requests: Requests in flight; None is 256 on a GPU and 32 on a CPU.
-        max_positions: Longest context, prompt and output together; None is the model's.
-        max_step_tokens: Tokens of a step; None is 8192 on a GPU and 1024 on a CPU.
-        memory_fraction: Share of the device's memory to use in all; None is 0.9 on a GPU.
-        cache_bytes: Bytes of the caches, instead of a share; at most 4 GiB on a CPU if neither is given.
-        prefix_caching: Whether finished work is kept for prompts that begin alike.
-        graph_sizes: Batch sizes whose decode steps are captured; None is powers of two where the device has graphs and
-            nothing looks into the steps (comparison, recording), empty is none.
-        settings: Of the process when left out.
-        progress: Whether to draw bars; None draws them if stderr is a terminal.
-    """
-
-    model: Path
-    recipe: str | None = None
-    kernels: Sequence[str] = ()
-    effort: str = DEFAULT_EFFORT
-    max_requests: int | None = None
-    max_positions: int | None = None
-    max_step_tokens: int | None = None
-    memory_fraction: float | None = None
-    cache_bytes: int | None = None
-    prefix_caching: bool = True
-    graph_sizes: tuple[int, ...] | None = None
-    settings: Settings = field(default_factory=process_settings)
-    progress: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_effort(self.effort)
-        if self.recipe is not None:
-            recipe(self.recipe)
-        if self.memory_fraction is not None and self.cache_bytes is not None:
-            raise ConfigError("memory_fraction and cache_bytes are both given; give one")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -99,6 +54,7 @@ class LoadedModel:
         limits: What bounds a request.
         prompter: Renders prompts.
         engine: Runs requests.
+        team: The other ranks, if their ties end with this model.
     """
 
     options: LoadOptions
@@ -107,6 +63,13 @@ class LoadedModel:
     limits: ModelLimits
     prompter: Prompter
     engine: Engine
+    team: Team | None = None
+
+    def close(self) -> None:
+        """Lets the other ranks go, if there are any. A second call does nothing."""
+        self.engine.close()
+        if self.team is not None:
+            self.team.leave()
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,54 +81,140 @@ class PreparedModel:
         checkpoint: Its files.
         prompter: Renders prompts.
         limits: What bounds a request.
+        team: This process among all ranks; None for a process alone.
+        keeps_team: Whether the team outlives this model.
     """
 
     options: LoadOptions
     checkpoint: Checkpoint
     prompter: Prompter
     limits: ModelLimits
+    team: Team | None = None
+    keeps_team: bool = False
 
     def load(self) -> LoadedModel:
         """Loads it onto this machine's device.
 
+        On a rank other than 0 this carries out what rank 0 decides until that one is done, and ends the process.
+
         Raises:
             InputError: Kernels or options do not fit the model.
             MachineError: Device or memory do not suffice.
+            SystemExit: On ranks other than 0.
         """
-        options, checkpoint = self.options, self.checkpoint
+        if self.team is not None and not self.team.is_leader:
+            self.follow()
+            raise SystemExit(0)
+        with self._reporting():
+            device, chosen, table, capture = self._choose()
+            parallel = self._join(device, chosen, table)
+            ops, torch_device = load_ops(table), device_of_process(device, self.options)
+            model = _read_weights(self.checkpoint, chosen, table, parallel, torch_device, self.options)
+            config = self._engine_config(device, chosen, capture)
+            engine = _make_engine(model, ops, config, self.team, torch_device, capture)
+        return LoadedModel(
+            options=self.options,
+            recipe=chosen,
+            kernels=table,
+            limits=engine.limits,
+            prompter=self.prompter,
+            engine=engine,
+            team=None if self.keeps_team else self.team,
+        )
+
+    def follow(self) -> None:
+        """On a rank other than 0: carries out what rank 0 decides until the model is closed there."""
+        from halocline.engine.ranks.follower import Follower
+
+        team = self.team
+        assert team is not None, "a process alone has nobody to follow"
+        with self._reporting():
+            device, chosen, table, capture = self._choose()
+            parallel = self._join(device, chosen, table)
+            ops, torch_device = load_ops(table), device_of_process(device, self.options)
+            model = _read_weights(self.checkpoint, chosen, table, parallel, torch_device, self.options)
+            self._engine_config(device, chosen, capture)
+            team.wait_for_all()
+            Follower(model, team, ops, device=torch_device, capture=capture).run()
+        if not self.keeps_team:
+            team.leave()
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.team is None else self.team.reporting()
+
+    def _choose(self) -> tuple[Device, Recipe, KernelTable, GraphCapture | None]:
+        """Device, recipe, kernels and graphs, from this machine and the options alone."""
+        options, checkpoint, sizes = self.options, self.checkpoint, self.options.sizes
         device = probe(options.settings)
         chosen = recipe(options.recipe or ("served" if device.is_gpu else "recipe"))
         table = choose_kernels(
             lambda device, layout: checkpoint.family.kernel_requests(
-                checkpoint.config, chosen, prefill_layout=layout, cache_dialect=device.fp8_dialect
+                checkpoint.config,
+                chosen,
+                tp_size=sizes.tp,
+                dp_size=sizes.dp,
+                ep_size=sizes.ep,
+                a2a=options.a2a,
+                prefill_layout=layout,
+                cache_dialect=device.fp8_dialect,
             ),
             settings=options.settings,
             flags=options.kernels,
             device=device,
             graphs=bool(options.graph_sizes),
         )
-        ops_of_layer = functools.cache(functools.partial(load_ops, table))
-        model = _read_weights(checkpoint, chosen, table, ops_of_layer, options)
+        if self.team is not None and table.watch is not None:
+            raise ConfigError("comparing and recording look into one process; run it without further ranks")
         capture = None if table.watch is not None else load_backend(load_manifests(), device.vendor)
-        engine = _make_engine(model, checkpoint, device, load_ops(table), options, capture)
-        return LoadedModel(
-            options=options,
-            recipe=chosen,
-            kernels=table,
-            limits=engine.limits,
-            prompter=self.prompter,
-            engine=engine,
+        return device, chosen, table, capture
+
+    def _join(self, device: Device, chosen: Recipe, table: KernelTable) -> Parallel:
+        """Compares the ranks, then opens their groups; one process has nothing to do."""
+        if self.team is None:
+            return SINGLE
+        self.team.compare(start_facts(self.options, self.checkpoint, chosen, table))
+        return self.team.open_groups(device_of_process(device, self.options))
+
+    def _engine_config(self, device: Device, chosen: Recipe, capture: GraphCapture | None) -> EngineConfig:
+        """Sizes the caches by what is left beside the weights, on the rank that has least."""
+        options, groups = self.options, self.options.sizes.dp
+        asked = (256 if device.is_gpu else 32) if options.max_requests is None else options.max_requests
+        max_requests = -(-asked // groups)
+        max_step_tokens = max(8192 if device.is_gpu else 1024, max_requests)
+        limit = cache_bytes(device, options)
+        return EngineConfig(
+            cache_bytes=limit if self.team is None else self.team.least(limit),
+            max_requests=max_requests,
+            max_positions=options.max_positions,
+            max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
+            prefix_caching=options.prefix_caching,
+            graph_sizes=_graph_sizes(options, max_requests) if capture is not None else (),
+            eos_ids=self.checkpoint.config.eos_token_ids,
         )
 
 
-def prepare_model(options: LoadOptions) -> PreparedModel:
-    """Checks a checkpoint: configuration, files, tokenizer.
+def prepare_model(options: LoadOptions, *, team: Team | None = None) -> PreparedModel:
+    """Checks a checkpoint: configuration, files, tokenizer. One of several ranks joins the others first.
+
+    Args:
+        options: What a caller decides.
+        team: This process among all ranks, if it has joined already; it then outlives the model.
 
     Raises:
         InputError: They do not fit each other or the options.
+        MachineError: The other ranks cannot be reached.
     """
+    keeps_team = team is not None
+    if team is None:
+        team = join_ranks(options.settings, options.sizes, a2a=options.a2a)
+    with nullcontext() if team is None else team.reporting():
+        return _prepare(options, team, keeps_team=keeps_team)
+
+
+def _prepare(options: LoadOptions, team: Team | None, *, keeps_team: bool) -> PreparedModel:
     checkpoint = Checkpoint.open(options.model)
     config = checkpoint.config
+    check_model_sizes(checkpoint.family, config, options.sizes)
     longest = config.max_position_embeddings
     if options.max_positions is not None and not 1 <= options.max_positions <= longest:
         raise ConfigError(
@@ -185,6 +234,8 @@ def prepare_model(options: LoadOptions) -> PreparedModel:
             max_tokens=options.max_positions or longest,
             eos_ids=config.eos_token_ids,
         ),
+        team=team,
+        keeps_team=keeps_team,
     )
 
 
@@ -209,24 +260,24 @@ def _read_weights(
     checkpoint: Checkpoint,
     chosen: Recipe,
     table: KernelTable,
-    ops_of_layer: Callable[[int], Ops],
+    parallel: Parallel,
+    device: str,
     options: LoadOptions,
 ) -> CausalModel:
-    """Builds the network while its weights are read; draft layers are left out."""
-    device = table.device.torch_device
-    with (
-        progress_bar("loading weights", checkpoint.nbytes, unit="B", shown=options.progress) as advance,
-        CheckpointSource(checkpoint, device=device, progress=lambda done, _: advance(done)) as source,
-    ):
+    """Builds the network while this rank's weights are read; draft layers are left out."""
+    source = CheckpointSource(checkpoint, device=device, parallel=parallel, progress=lambda done, _: advance(done))
+    shown = options.progress if parallel.rank == 0 else False
+    with progress_bar("loading weights", source.nbytes, unit="B", shown=shown) as advance, source:
         model = checkpoint.family.build(
             checkpoint.config,
             chosen,
-            ops_of_layer,
+            functools.cache(functools.partial(load_ops, table)),
             source,
             prefill_layout=table.prefill_layout,
             max_positions=options.max_positions,
             device=device,
             with_draft=False,
+            parallel=parallel,
         )
         source.finish(without_prefixes=("mtp.",))
     return model
@@ -234,26 +285,23 @@ def _read_weights(
 
 def _make_engine(
     model: CausalModel,
-    checkpoint: Checkpoint,
-    device: Device,
     ops: Ops,
-    options: LoadOptions,
+    config: EngineConfig,
+    team: Team | None,
+    device: str,
     capture: GraphCapture | None,
 ) -> Engine:
-    """Sizes the caches by what is left beside the weights, allocates them and warms up."""
-    max_requests = (256 if device.is_gpu else 32) if options.max_requests is None else options.max_requests
-    max_step_tokens = max(8192 if device.is_gpu else 1024, max_requests)
-    config = EngineConfig(
-        cache_bytes=_cache_bytes(device, options),
-        max_requests=max_requests,
-        max_positions=options.max_positions,
-        max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
-        prefix_caching=options.prefix_caching,
-        graph_sizes=_graph_sizes(options, max_requests) if capture is not None else (),
-        eos_ids=checkpoint.config.eos_token_ids,
-    )
-    sampler = Sampler(max_requests, model.vocab_size, ops, device.torch_device)
-    return Engine(model, sampler, config, device=device.torch_device, capture=capture)
+    """Allocates the caches and warms up."""
+    if team is None:
+        return Engine(
+            model, Sampler(config.max_requests, model.vocab_size, ops, device), config, device=device, capture=capture
+        )
+    from halocline.engine.ranks.lead import Lead
+
+    team.wait_for_all()
+    sampler = Sampler(config.max_requests * team.sizes.dp, model.vocab_size, ops, device)
+    lead = Lead(team, ops, torch.device(device))
+    return Engine(model, sampler, config, device=device, capture=capture, lead=lead)
 
 
 def _graph_sizes(options: LoadOptions, max_requests: int) -> tuple[int, ...]:
@@ -261,24 +309,3 @@ def _graph_sizes(options: LoadOptions, max_requests: int) -> tuple[int, ...]:
     if options.graph_sizes is not None:
         return options.graph_sizes
     return (*(1 << bit for bit in range((max_requests - 1).bit_length())), max_requests)
-
-
-def _cache_bytes(device: Device, options: LoadOptions) -> int:
-    """Bytes that the caches may take, now that the weights are there."""
-    total, used = _memory(device)
-    if options.cache_bytes is not None:
-        return cache_limit(total_bytes=total, used_bytes=used, limit_bytes=options.cache_bytes)
-    if options.memory_fraction is not None or device.is_gpu:
-        fraction = _GPU_FRACTION if options.memory_fraction is None else options.memory_fraction
-        return cache_limit(total_bytes=total, used_bytes=used, fraction=fraction)
-    return min(total - used, _CPU_CACHE_BYTES)
-
-
-def _memory(device: Device) -> tuple[int, int]:
-    """Total and used bytes of the memory in which caches lie; what the system can reclaim is not used."""
-    if device.is_gpu:
-        free, total = torch.get_device_module(device.torch_device).mem_get_info()
-        return total, total - free
-    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    total, free = (int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return total, total - free

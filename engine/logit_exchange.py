@@ -41,8 +41,8 @@ class LogitExchange:
         groups = self._parallel.sizes.dp
         if groups == 1:
             return (logits_RV,)
-        joined = self._ops.collective.all_gather(logits_RV.contiguous(), self._parallel.data, axis=0)
-        return joined.view(groups, *logits_RV.shape).unbind(0)
+        joined_SV: Tensor = self._ops.collective.all_gather(logits_RV.contiguous(), self._parallel.data, axis=0)
+        return tuple(joined_SV.view(groups, *logits_RV.shape).unbind(0))
 
     def send_ids(self, ids: Sequence[Tensor], num_rows: int) -> None:
         """Sends the tokens of each group, from the rank that sampled."""

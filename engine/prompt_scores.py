@@ -23,18 +23,18 @@ class ScoredRows(NamedTuple):
         request: Whose prompt.
         position: Of the first row in the prompt; it predicts the token behind.
         first: First row in the step.
-        count: Rows.
+        num_rows: Rows.
     """
 
     request: Request
     position: int
     first: int
-    count: int
+    num_rows: int
 
     @property
     def targets(self) -> NDArray[np.int32]:
         """The tokens that the rows predict."""
-        return self.request.span(self.position + 1, self.position + 1 + self.count)
+        return self.request.span(self.position + 1, self.position + 1 + self.num_rows)
 
 
 def scored_rows(batch: Batch) -> list[ScoredRows]:

@@ -1,6 +1,6 @@
 """Logging: what we say at each verbosity, and that other people's loggers say nothing unless asked.
 
-By default our own loggers print at INFO (at WARNING on ranks other than 0) and third-party loggers print nothing;
+By default our own loggers print at INFO (at ERROR on ranks other than 0) and third-party loggers print nothing;
 `-v` opens our DEBUG and their WARNING, `-vv` their INFO. Libraries attach handlers of their own when they are
 imported, so `own_loggers` runs again after each import of a kernel library.
 """
@@ -47,11 +47,11 @@ def configure(verbosity: int = 0, *, rank: int = 0, stream: TextIO | None = None
 
     Args:
         verbosity: 0 quiet, 1 as `-v`, 2 as `-vv`; higher counts as 2.
-        rank: Of this process in its group; ranks other than 0 print warnings only, and name themselves.
+        rank: Of this process in its group; ranks other than 0 print errors only, and name themselves.
         stream: Where lines go; standard error when left out.
     """
     verbosity = max(0, min(verbosity, 2))
-    ours = _OURS[verbosity] if rank == 0 else max(_OURS[verbosity], logging.WARNING)
+    ours = _OURS[verbosity] if rank == 0 else max(_OURS[verbosity], logging.ERROR)
     theirs = _THEIRS[verbosity] if rank == 0 else _NOTHING
     handler = _Handler(sys.stderr if stream is None else stream)
     handler.verbosity = verbosity

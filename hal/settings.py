@@ -18,8 +18,18 @@ from types import MappingProxyType
 from typing import Any
 
 from halocline.hal.errors import SettingsError, lines
+from halocline.hal.place import RankPlace, read_place
 
-__all__ = ["FOREIGN", "PREFIX", "SettingRow", "Settings", "nearest", "process_settings", "set_library_variable"]
+__all__ = [
+    "FOREIGN",
+    "PREFIX",
+    "SettingRow",
+    "Settings",
+    "child_environment",
+    "nearest",
+    "process_settings",
+    "set_library_variable",
+]
 
 PREFIX = "HALOCLINE_"
 
@@ -30,6 +40,7 @@ FOREIGN = (
     "CUDA_VISIBLE_DEVICES",
     "DG_JIT_CACHE_DIR",
     "FLASHINFER_WORKSPACE_BASE",
+    "GLOO_SOCKET_IFNAME",
     "GPU_DEVICE_ORDINAL",
     "HIP_VISIBLE_DEVICES",
     "HOME",
@@ -38,6 +49,7 @@ FOREIGN = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "NVIDIA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
     "RANK",
     "ROCM_PATH",
     "ROCR_VISIBLE_DEVICES",
@@ -51,6 +63,7 @@ _HIP_BACKENDS = ("auto", "tilelang", "aiter", "triton", "reference", "comparison
 _PREFILL_LAYOUTS = ("auto", "paged", "ragged")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
+_MOST_SECONDS = 86_400.0
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -80,6 +93,16 @@ def _verbosity(text: str) -> int:
     if text not in ("0", "1", "2"):
         raise ValueError("0, 1 or 2", None)
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 1.0 <= found <= _MOST_SECONDS:
+        raise ValueError(f"seconds, from 1 to {_MOST_SECONDS:.0f}", None)
+    return found
 
 
 def _path(text: str) -> Path:
@@ -123,6 +146,9 @@ class Settings:
         cache_dir: Where compiled kernels and other caches go.
         dump_dir: Where comparison, record and crash dumps go.
         record: Ops whose calls are written to `dump_dir`, as patterns joined by commas.
+        collective_timeout: Seconds after which an exchange that another rank never enters fails.
+        rank_timeout: Seconds without a sign of life after which a rank counts as lost. One that has ended or was
+            stopped is noticed at once by the ranks on its machine.
         foreign: Variables of drivers and libraries, as found.
         given: Names of the fields that the environment set.
     """
@@ -152,6 +178,12 @@ class Settings:
     )
     record: str = field(
         default="", metadata=_variable(str, "ops to record into the dump folder: 'attention.*,moe.experts'")
+    )
+    collective_timeout: float = field(
+        default=300.0, metadata=_variable(_seconds, "seconds until an exchange that a rank never enters fails")
+    )
+    rank_timeout: float = field(
+        default=30.0, metadata=_variable(_seconds, "seconds without a sign of life until a rank counts as lost")
     )
     foreign: Mapping[str, str] = field(default_factory=dict[str, str])
     given: frozenset[str] = frozenset()
@@ -198,6 +230,14 @@ class Settings:
         base = self.foreign.get("XDG_CACHE_HOME") or f"{self.foreign.get('HOME', '/tmp')}/.cache"
         return Path(base) / "halocline"
 
+    def place(self) -> RankPlace | None:
+        """The place that a launcher has given to this process; None if it is alone.
+
+        Raises:
+            SettingsError: If what the launcher has set makes no sense.
+        """
+        return read_place(self.foreign)
+
     def dump_folder(self) -> Path:
         """Folder of comparison and record dumps: as set, else `halocline-dumps` in the current folder."""
         return self.dump_dir if self.dump_dir is not None else Path("halocline-dumps")
@@ -224,6 +264,16 @@ def set_library_variable(name: str, value: str) -> None:
     if name.startswith(PREFIX):
         raise AssertionError(f"{name} is ours: settings are read, never written")
     os.environ.setdefault(name, value)
+
+
+def child_environment(place: RankPlace, defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is started as one of several.
+
+    Args:
+        place: Its place among them.
+        defaults: Variables of libraries, for what the user has not set.
+    """
+    return {**defaults, **os.environ, **place.variables()}
 
 
 def _unknown(variable: str, known: Iterable[str]) -> SettingsError:

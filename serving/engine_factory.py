@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halocline.engine.admission import admit
@@ -12,10 +11,10 @@ from halocline.engine.request import Request, RequestUpdate
 from halocline.serving.engine_client import EngineInfo, PromptFacts
 
 if TYPE_CHECKING:
-    from halocline.engine.loading import LoadedModel
+    from halocline.engine.loading import LoadedModel, PreparedModel
     from halocline.engine.sampling_params import SamplingParams
 
-__all__ = ["LoadedEngine", "load_engine"]
+__all__ = ["LoadedEngine", "follow_engine", "load_engine"]
 
 
 def load_engine(model: str, **options: Any) -> LoadedEngine:
@@ -29,9 +28,19 @@ def load_engine(model: str, **options: Any) -> LoadedEngine:
         InputError: The checkpoint is not one, or an option is impossible.
         MachineError: Device or memory do not suffice.
     """
-    from halocline.engine.loading import LoadOptions, prepare_model
+    return LoadedEngine(_prepared(model, **options).load())
 
-    return LoadedEngine(prepare_model(LoadOptions(model=Path(model), **options)).load())
+
+def follow_engine(model: str, **options: Any) -> None:
+    """On a rank other than 0: carries out what the engine of rank 0 decides until that one ends. See `load_engine`."""
+    _prepared(model, **options).follow()
+
+
+def _prepared(model: str, **options: Any) -> PreparedModel:
+    from halocline.engine.load_options import LoadOptions
+    from halocline.engine.loading import prepare_model
+
+    return prepare_model(LoadOptions.from_plain(model=model, **options))
 
 
 class LoadedEngine:
@@ -42,6 +51,7 @@ class LoadedEngine:
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
         self._engine = loaded.engine
         self._updates: list[tuple[Request, RequestUpdate]] = []
         prompter = loaded.prompter
@@ -113,6 +123,10 @@ class LoadedEngine:
     def problem(self) -> str | None:
         """Why the engine cannot serve, or None."""
         return self._engine.health().problem
+
+    def close(self) -> None:
+        """Lets the other ranks go, if there are any."""
+        self._loaded.close()
 
     def _take(self, request: Request, update: RequestUpdate) -> None:
         self._updates.append((request, update))

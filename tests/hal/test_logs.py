@@ -63,7 +63,7 @@ def test_very_verbose_opens_their_information() -> None:
 
 def test_other_ranks_say_only_what_is_wrong_and_who_they_are() -> None:
     text = _say(0, rank=3)
-    assert _spoken(text) == ["warning of halocline", "error of halocline"]
+    assert _spoken(text) == ["error of halocline"]
     assert all("rank 3 " in line for line in text.splitlines())
 
 
