@@ -37,7 +37,7 @@ def histogram_bins(num_experts: int) -> int:
 
 def pairs_of_a_step(num_pairs: int) -> int:
     """Pairs that a program looks at in a step: at least one for each of its threads."""
-    return min(1024, max(256, int(triton.next_power_of_2(num_pairs))))
+    return 256 if num_pairs <= 256 else 1024
 
 
 @triton.jit

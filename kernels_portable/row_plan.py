@@ -1,6 +1,7 @@
 """Row selections of a step from its positions and page tables. T tokens, K entries, R requests, P pages.
 
-One program serves one token. A row that does not exist (padding, a page that is not there) gets slot -1.
+One program serves one token, or some entries of one. A row that does not exist (padding, a page that is not there)
+gets slot -1.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["plan_blocks", "plan_window"]
 
-_BLOCK = 128  # entries of a step
+_BLOCK = 256  # entries of a program
 
 
 @triton.jit
@@ -48,15 +49,14 @@ def _plan_blocks_kernel(
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token)
     visible = (position + 1) // RATIO
-    tl.store(visible_ptr + token, visible)
+    tl.store(visible_ptr + token, visible, mask=tl.program_id(1) == 0)
     if LISTED:
         request = tl.load(requests_ptr + token).to(tl.int64)
         row = tl.maximum(request, 0) * pages_stride
         listed = tl.where(request >= 0, visible, 0)
-        for start in range(0, num_entries, BLOCK):
-            entries = start + tl.arange(0, BLOCK)
-            slots = _slots(entries, entries < listed, pages_ptr, row, UNIT)
-            tl.store(slots_ptr + token * slots_stride + entries, slots, mask=entries < num_entries)
+        entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        slots = _slots(entries, entries < listed, pages_ptr, row, UNIT)
+        tl.store(slots_ptr + token * slots_stride + entries, slots, mask=entries < num_entries)
 
 
 def plan_window(
@@ -112,7 +112,7 @@ def plan_blocks(
     listed = slots_TK is not None
     slots = visible_T[:, None] if slots_TK is None else slots_TK
     if positions_T.shape[0]:
-        _plan_blocks_kernel[(positions_T.shape[0],)](
+        _plan_blocks_kernel[(positions_T.shape[0], triton.cdiv(slots.shape[1], _BLOCK))](
             positions_T, requests_T, pages_RP, pages_RP.stride(0), slots, slots.stride(0), visible_T, slots.shape[1],
             RATIO=ratio, LISTED=listed, UNIT=page_rows, BLOCK=_BLOCK, num_warps=1,
         )  # fmt: skip

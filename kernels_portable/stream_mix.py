@@ -32,12 +32,18 @@ class MixParts(NamedTuple):
 
 
 def num_mix_splits(target: Target, *, num_tokens: int, lanes: int, batch_invariant: bool) -> int:
-    """Parts into which C is divided: a power of two; one size for all token counts if that is asked."""
+    """Parts into which C is divided: a power of two; one size for all token counts if that is asked.
+
+    Few sizes serve all token counts, because each is another kernel.
+    """
     most = min(_MOST_SPLITS, int(triton.next_power_of_2(triton.cdiv(lanes, _LANES[torch.bfloat16]))))
     if batch_invariant:
         return min(most, 8)
     wanted = 2 * target.num_processors // max(1, -(-num_tokens // _TOKENS))
-    return min(most, 1 << (wanted.bit_length() - 1)) if wanted > 1 else 1
+    splits = most
+    while splits > max(wanted, 1):
+        splits = max(splits // 4, 1)
+    return splits
 
 
 @triton.jit

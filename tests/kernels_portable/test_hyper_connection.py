@@ -121,6 +121,7 @@ def test_three_streams_are_refused() -> None:
 
 def test_splits_fill_the_device_and_may_be_fixed() -> None:
     assert num_mix_splits(H200, num_tokens=1, lanes=16384, batch_invariant=False) == 128
-    assert num_mix_splits(H200, num_tokens=8192, lanes=16384, batch_invariant=False) == 1
+    found = [num_mix_splits(H200, num_tokens=n, lanes=16384, batch_invariant=False) for n in (32, 33, 128, 8192)]
+    assert found == [128, 32, 32, 1]
     fixed = {num_mix_splits(H200, num_tokens=n, lanes=16384, batch_invariant=True) for n in (1, 100, 8192)}
     assert len(fixed) == 1
