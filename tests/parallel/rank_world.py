@@ -36,7 +36,7 @@ class RankWorld:
         self._folder = folder
         self._num_worlds = 0
         self._address = str(folder / "ranks")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRITON_INTERPRET": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with Listener(self._address, "AF_UNIX") as listener:
             command = [sys.executable, __file__, self._address]
             self._processes = [subprocess.Popen(command, env=environment) for _ in range(size)]
@@ -63,6 +63,8 @@ class RankWorld:
             results.append(value)
             if not ok:
                 errors[rank] = value
+        for connection in self._connections[:world]:
+            connection.send_bytes(b"all have answered")
         if errors:
             raise RankError(errors)
         return results
@@ -81,6 +83,7 @@ def _serve(address: str) -> None:
     import importlib
 
     import torch
+    import torch.distributed as dist
 
     sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
@@ -92,13 +95,14 @@ def _serve(address: str) -> None:
                 return
             module, _, name = task.partition(":")
             try:
-                torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+                dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
                 answer: Any = (True, getattr(importlib.import_module(module), name)(rank, **arguments))
             except Exception as error:  # whatever it was, the test sees it
                 answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
-            finally:
-                torch.distributed.destroy_process_group()
             connection.send_bytes(pickle.dumps(answer))
+            connection.recv_bytes()  # a rank that leaves early would break connections that others still open
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 if __name__ == "__main__":
