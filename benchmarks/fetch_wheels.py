@@ -141,7 +141,7 @@ def fetch(folder: Path, downloads: Path, names: Sequence[str]) -> dict[str, int]
 
 
 def unpack(folder: Path, target: Path) -> list[str]:
-    """Unpacks every archive and wheel of a folder into one folder, where libraries find each other.
+    """Unpacks every archive and wheel of a folder but Halocline's own into one folder: libraries find each other there.
 
     What was unpacked there before is left alone.
 
@@ -151,6 +151,8 @@ def unpack(folder: Path, target: Path) -> list[str]:
     target.mkdir(parents=True, exist_ok=True)
     names = []
     for archive in sorted((*folder.glob("*.tar.xz"), *folder.glob("*.whl"))):
+        if archive.name.startswith("halocline-"):
+            continue
         done = target / f".{archive.name}"
         if not done.exists():
             if archive.suffix == ".whl":

@@ -25,6 +25,8 @@ class Part:
         gib: Device memory that it takes at most.
         alone: Whether it times something, so that nothing may run beside it.
         own_caches: Whether it starts with empty caches of compiled kernels.
+        needs: What has to be there: a module, a program, `prompts.json` or `halocline wheel`. A part without it is not
+            run and says so.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Part:
     gib: int = 4
     alone: bool = False
     own_caches: bool = False
+    needs: str = ""
 
 
 def _warm(name: str, *words: str, call: int, gib: int, seconds: int = 150) -> Part:
@@ -58,6 +61,7 @@ def _cases(
         call=call,
         seconds=seconds,
         gib=gib,
+        needs="tilelang" if kernels == ("tilelang",) else "",
     )
 
 
@@ -66,6 +70,7 @@ def _sanitized(name: str, *ops: str) -> Part:
         name=name,
         command=("sanitizer", "--ops", *ops),
         proves="no access beside a tensor in portable kernels",
+        needs="compute-sanitizer",
         call=3,
         seconds=300,
         gib=4,
@@ -79,6 +84,7 @@ PARTS = (
         name="graded",
         command=("graded", "--sets", "default", "--batches", "32", "1"),
         proves="score and answers of the graded model on the libraries, in graphs, at batch 1 and 32",
+        needs="prompts.json",
         call=1,
         seconds=280,
     ),
@@ -115,6 +121,7 @@ PARTS = (
         name="peer",
         command=("peer",),
         proves="decode at batch 1 against Transformers on the same four layers, in turn",
+        needs="transformers",
         call=1,
         seconds=70,
         gib=90,
@@ -202,6 +209,7 @@ PARTS = (
         name="wheel",
         command=("wheel",),
         proves="the wheel installs in an empty environment and runs",
+        needs="halocline wheel",
         call=2,
         seconds=150,
         gib=1,
@@ -269,6 +277,7 @@ PARTS = (
         name="graded-portable",
         command=("graded", "--sets", "portable", "--batches", "32", "1"),
         proves="score and answers on portable Triton for every op",
+        needs="prompts.json",
         call=3,
         seconds=300,
     ),
@@ -276,6 +285,7 @@ PARTS = (
         name="graded-tilelang",
         command=("graded", "--sets", "tilelang", "--batches", "32"),
         proves="the same with tilelang attention",
+        needs="prompts.json",
         call=3,
         seconds=300,
     ),
@@ -286,9 +296,19 @@ PARTS = (
     _cases("tilelang-gemm", "gemm", call=3, kernels=("tilelang",), seconds=300),
     _cases("tilelang-rest", "indexer", "hyper_connection", call=3, kernels=("tilelang",), seconds=300),
     Part(
+        name="tests-tilelang",
+        command=("tests", "--tests", "tests/benchmarks/test_device_faults.py"),
+        proves="the tests of known faults, on tilelang kernels too",
+        call=3,
+        seconds=240,
+        gib=6,
+        needs="tilelang",
+    ),
+    Part(
         name="racecheck",
         command=("sanitizer", "--tool", "racecheck", "--ops", "attention", "moe", "indexer", "norm"),
         proves="no race in shared memory of portable kernels",
+        needs="compute-sanitizer",
         call=3,
         seconds=330,
         gib=4,

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Rows", "read_rows", "versions"]
+__all__ = ["Rows", "commit_here", "read_rows", "versions"]
 
 _PACKAGES = (
     "torch",
@@ -39,7 +39,8 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def commit_here() -> str:
+    """The commit of this checkout, as far as git can tell."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         result = subprocess.run(
@@ -66,7 +67,7 @@ class Rows:
             device: What it is measured on; torch is asked when left out.
         """
         self._path, self._part = path, part
-        self._facts = {"device": device or _device(), "versions": versions(), "commit": commit or _commit()}
+        self._facts = {"device": device or _device(), "versions": versions(), "commit": commit or commit_here()}
         self.failures = 0
         path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -8,6 +8,8 @@ go on, and a later session with the same folder runs what is not done yet. docs/
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -15,15 +17,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from halocline.benchmarks.fetch_wheels import unpack
 from halocline.benchmarks.gpu_plan import CALLS, PARTS, Part, chosen_parts
-from halocline.benchmarks.gpu_rows import Rows, read_rows
+from halocline.benchmarks.gpu_rows import Rows, commit_here, read_rows
+from halocline.hal.probe import probe
+from halocline.hal.settings import process_settings
 
-__all__ = ["Session", "done_parts", "environment", "main"]
+__all__ = ["MEMORY_GIB", "Running", "Session", "done_parts", "environment", "lacks", "main", "matrix_row"]
 
 _POLL_SECONDS = 0.5
-_MEMORY_GIB = 132
+MEMORY_GIB = 132
 _LARGE_GIB = 100  # parts that nearly fill the device must not lose memory to fragments
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,6 +44,7 @@ class Session:
         options: Arguments that every part takes.
         rows: Notes of the session itself.
         memory_gib: What parts that run side by side may take together.
+        program: What takes a part's command.
     """
 
     work: Path
@@ -46,7 +52,8 @@ class Session:
     environment: dict[str, str]
     options: tuple[str, ...]
     rows: Rows
-    memory_gib: int = _MEMORY_GIB
+    memory_gib: int = MEMORY_GIB
+    program: tuple[str, ...] = (sys.executable, "-m", "halocline.benchmarks", "gpu_parts")
 
     def start(self, part: Part) -> Running:
         """Starts a part in a process group of its own, with its output in a log."""
@@ -57,7 +64,7 @@ class Session:
         if part.gib >= _LARGE_GIB:
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         settings = [f"{name}={value}" for name, value in variables.items()]
-        command = ["env", *settings, sys.executable, "-m", "halocline.benchmarks", "gpu_parts", *part.command]
+        command = ["env", *settings, *self.program, *part.command]
         with (self.work / f"{part.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, *self.options, "--label", part.name],
@@ -181,7 +188,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="file from gpu_prompts; prompts.json of the wheels if left out")
     parser.add_argument("--parts", default="", metavar="A,B", help="only these parts")
     parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
-    parser.add_argument("--seconds", type=float, default=565.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=565.0, help="for each call")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/halocline-gpu"), help="folder that may be lost")
     parser.add_argument("--again", action="store_true", help="also run what is done already")
@@ -206,36 +213,99 @@ def main(arguments: Sequence[str]) -> int:
         _list(parts)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    path, work, site = options.out / "rows.jsonl", options.scratch / "work", options.scratch / "site"
-    if not options.again:
-        done = done_parts(path)
-        parts = [part for part in parts if part.name not in done]
+    path = options.out / "rows.jsonl"
+    done = set() if options.again else done_parts(path)
+    parts = [part for part in parts if part.name not in done]
+    session = _session(options, path, start)
+    lacking = {part.name: what for part in parts if (what := lacks(part, options, session.scratch / "site"))}
+    for name, what in lacking.items():
+        session.rows.add("session.part", f"lacks {what}", "status", params={"part": name})
+    parts = [part for part in parts if part.name not in lacking]
+    # Parts that are named share the time; otherwise each call has as much as one.
+    for group in [parts] if names else [[part for part in parts if part.call == call] for call in CALLS]:
+        if group:
+            _run(session, group, options, start)
+            start = time.monotonic()
+    rows = read_rows(path)
+    (options.out / "row.json").write_text(json.dumps(matrix_row(rows), indent=1) + "\n")
+    left = [part.name for part in parts if part.name not in done_parts(path)]
+    sys.stdout.write(f"{len(rows)} rows in {path}; not done: {', '.join(left) or 'nothing'}\n")
+    sys.stdout.writelines(f"not run: {name} lacks {what}\n" for name, what in lacking.items())
+    return int(bool(left))
+
+
+def lacks(part: Part, options: argparse.Namespace, site: Path) -> str:
+    """What a part needs and does not find; empty when it can run."""
+    needs = part.needs
+    if needs == "prompts.json":
+        found = _prompts(options)
+        return "" if found is not None and found.is_file() else needs
+    if needs == "halocline wheel":
+        return "" if options.wheels and any(options.wheels.glob("halocline-*.whl")) else needs
+    if not needs or shutil.which(needs) or (site / needs).is_dir() or importlib.util.find_spec(needs.replace("-", "_")):
+        return ""
+    return needs
+
+
+def _prompts(options: argparse.Namespace) -> Path | None:
+    found: Path | None = options.prompts or (options.wheels / "prompts.json" if options.wheels else None)
+    return found
+
+
+def _session(options: argparse.Namespace, path: Path, start: float) -> Session:
+    """Unpacks what was brought along and says how parts are started."""
+    work, site = options.scratch / "work", options.scratch / "site"
     work.mkdir(parents=True, exist_ok=True)
+    commit = options.commit or commit_here()
+    rows = Rows(path, part="session", commit=commit)
     unpacked = unpack(options.wheels.resolve(), site) if options.wheels else []
-    prompts = options.prompts or (options.wheels / "prompts.json" if options.wheels else None)
-    session = Session(
+    rows.add("session.unpacked", unpacked, "archives", params={"seconds": round(time.monotonic() - start, 1)})
+    rows.add("session.device", str(probe(process_settings())), "text")
+    prompts = _prompts(options)
+    return Session(
         work=work,
         scratch=options.scratch,
         environment=environment(site.resolve(), work.resolve()),
         options=(
-            *("--out", str(work.resolve()), "--rows", str(path.resolve()), "--commit", options.commit),
+            *("--out", str(work.resolve()), "--rows", str(path.resolve()), "--commit", commit),
             *(("--prompts", str(prompts.resolve())) if prompts else ()),
             *(("--wheels", str(options.wheels.resolve())) if options.wheels else ()),
             *(("--tiny",) if options.tiny else ()),
         ),
-        rows=Rows(path, part="session", commit=options.commit),
+        rows=rows,
     )
-    session.rows.add("session.unpacked", unpacked, "archives", params={"seconds": round(time.monotonic() - start, 1)})
+
+
+def _run(session: Session, parts: Sequence[Part], options: argparse.Namespace, start: float) -> None:
+    """Parts that check, as long as those that time something leave; then these."""
     alone = [part for part in parts if part.alone]
     reserved = sum(part.seconds for part in alone)
-    checks = [part for part in parts if not part.alone]
-    session.together(checks, start + max(options.seconds - reserved, options.seconds / 3))
-    _deliver(work, options.out)
+    session.together(
+        [part for part in parts if not part.alone], start + max(options.seconds - reserved, options.seconds / 3)
+    )
+    _deliver(session.work, options.out)
     session.in_turn(alone, start + options.seconds)
-    _deliver(work, options.out)
-    left = [part.name for part in parts if part.name not in done_parts(path)]
-    sys.stdout.write(f"{len(read_rows(path))} rows in {path}; not done: {', '.join(left) or 'nothing'}\n")
-    return int(bool(left))
+    _deliver(session.work, options.out)
+
+
+def matrix_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What `.ci/rows.py verdict` judges: tests, parity and whether parts came to a good end."""
+    last = {row["name"]: row for row in rows if row["unit"] != "error"}
+    parity = {(r["params"]["op"], r["params"]["kernel"]): r["value"] for r in rows if r["name"] == "parity.kernel"}
+    ends = {row["params"]["part"]: row["value"] for row in rows if row["name"] == "session.part"}
+    return {
+        "commit": rows[0]["commit"],
+        "python": rows[0]["versions"]["python"],
+        "tests": last["tests.counts"]["value"]
+        if "tests.counts" in last
+        else {"executed": 0, "failed": 0, "skipped": 0},
+        "parity": {
+            "device": last["session.device"]["value"] if "session.device" in last else "",
+            "kernels": len(parity),
+            "failed": [f"{op}={kernel}" for (op, kernel), v in parity.items() if v["within"] != v["cases"]],
+        },
+        "benchmarks": {name: int(end != "done") for name, end in ends.items() if not end.startswith("lacks ")},
+    }
 
 
 def _list(parts: Sequence[Part]) -> None:

@@ -86,9 +86,9 @@ def wheel(rows: Rows, options: argparse.Namespace) -> None:
             raise RuntimeError(f"there is no halocline-*.whl in {folder}; ./dev wheel builds it into dist/")
         with TemporaryDirectory() as temporary:
             python = _environment(Path(temporary) / "venv")
-            _must([str(python), "-m", "pip", "install", "-q", "--no-index", "--find-links", str(folder), str(ours[-1])])
+            _install(rows, python, folder, ours[-1])
             version = _must([str(python), "-c", "import sys; print(sys.version.split()[0])"]).stdout.strip()
-            checked = _run([str(python), "-m", "pip", "check"], apart=True)
+            checked = _run([*_pip(python), "check"], apart=True)
             rows.add("wheel.pip_check", checked.returncode, "exit status", params={"said": checked.stdout[-500:]})
             for command in ("demo", "doctor", "explain"):
                 done = _run([str(python.parent / "halocline"), command], cwd=Path(temporary), apart=True)
@@ -98,10 +98,24 @@ def wheel(rows: Rows, options: argparse.Namespace) -> None:
 
 def _environment(folder: Path) -> Path:
     """An environment that sees the packages of this Python, which may itself be one; returns its Python."""
-    _must([sys.executable, "-m", "venv", str(folder)])
+    _must([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     site = next(folder.glob("lib/python*/site-packages"))
     (site / "this-python.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
     return folder / "bin" / "python"
+
+
+def _pip(python: Path) -> list[str]:
+    """This Python's pip, working on another one."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
+
+
+def _install(rows: Rows, python: Path, folder: Path, wheel: Path) -> None:
+    """Installs the wheel with what it needs; where a package of this machine is too old, without asking for any."""
+    install = [*_pip(python), "install", "-q", "--no-index", "--find-links", str(folder)]
+    done = _run([*install, str(wheel)], apart=True)
+    rows.add("wheel.install", done.returncode, "exit status", params={"said": (done.stdout + done.stderr)[-700:]})
+    if done.returncode != 0:
+        _must([*install, "--no-deps", *sorted(str(path) for path in folder.glob("*.whl"))])
 
 
 def _run(command: Sequence[str], *, cwd: Path | None = None, apart: bool = False) -> subprocess.CompletedProcess[str]:

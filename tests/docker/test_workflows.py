@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import packages
 import pytest
 import rows
 import yaml
@@ -136,47 +135,8 @@ def test_a_failed_part_fails_the_row(changes: dict[str, Any], found: str, tmp_pa
     assert _verdict(tmp_path, **changes) == (f"sm90: failed ({found})", 1)
 
 
-def test_counts_come_from_the_report_of_pytest(tmp_path: Path) -> None:
-    report = tmp_path / "tests.xml"
-    report.write_text('<testsuites><testsuite tests="9" skipped="4" failures="1" errors="1"/></testsuites>')
-    assert rows.counted(report) == {"executed": 5, "failed": 2, "skipped": 4}
-    assert rows.counted(tmp_path / "absent.xml")["executed"] == 0
-
-
-def test_parity_is_read_from_the_command_and_a_broken_one_counts_nothing(tmp_path: Path) -> None:
-    report = tmp_path / "parity.json"
-    kernels = [{"op": "a.b", "kernel": "x", "within": True}, {"op": "a.b", "kernel": "y", "within": False}]
-    report.write_text(json.dumps({"device": "amd gfx942", "kernels": kernels, "refused": []}))
-    assert rows.agreed(report) == {"device": "amd gfx942", "kernels": 2, "failed": ["a.b=y"]}
-    report.write_text("Traceback")
-    assert rows.agreed(report) == {"device": "", "kernels": 0, "failed": []}
-
-
 def test_runners_are_named_in_one_variable() -> None:
     assert rows.present("gfx942, sm90") == ["sm90", "gfx942"]
     assert rows.present("") == []
     with pytest.raises(SystemExit, match="no row is called gfx90a"):
         rows.present("gfx90a")
-
-
-# ---- a machine without a network --------------------------------------------------------------------------------
-
-
-def test_wheels_are_unpacked_beside_this_python_without_their_dependencies(tmp_path: Path) -> None:
-    wheels, site = tmp_path / "wheels", tmp_path / "site"
-    wheels.mkdir()
-    packages.stand_in(wheels, "kernels", "1.0")
-    (site / "stale").mkdir(parents=True)
-    rows.unpack(wheels, site)
-    assert [path.name for path in site.iterdir()] == ["kernels-1.0.dist-info"]
-
-
-def test_what_a_part_prints_is_kept_apart_from_its_complaints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = "import sys; print('{}'); sys.stderr.write('a warning')"
-    assert rows.python(["-c", code], {}, tmp_path / "parity.json") == 0
-    assert (tmp_path / "parity.json").read_text() == "{}\n"
-    assert (tmp_path / "parity.log").read_text() == "a warning"
-    assert rows.python(["-c", "raise SystemExit(3)"], {}, tmp_path / "tests.txt") == 3
-    assert "ended with 3" in capsys.readouterr().out

@@ -1,0 +1,38 @@
+"""What a compiler leaves, a module that is imported and a program that is started are noticed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from halocline.benchmarks.jit_watch import JitWatch, cache_folders
+
+
+def test_everything_since_the_beginning_is_noticed(tmp_path: Path) -> None:
+    cache = tmp_path / "triton"
+    (cache / "old").mkdir(parents=True)
+    (cache / "old" / "known.cubin").touch()
+    (tmp_path / "new_module_of_a_test.py").write_text("x = 1")
+    watch = JitWatch([cache, tmp_path / "absent"])
+    assert (watch.files(), watch.kernels(), watch.modules(), watch.programs()) == ([], [], [], [])
+    (cache / "k").mkdir()
+    for name in ("attend.cubin", "attend.json", "attend.ptx"):
+        (cache / "k" / name).touch()
+    sys.path.insert(0, str(tmp_path))
+    try:
+        __import__("new_module_of_a_test")
+    finally:
+        sys.path.remove(str(tmp_path))
+    subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
+    watch.close()
+    subprocess.run([sys.executable, "-S", "-c", "pass"], check=True)
+    assert watch.kernels() == ["attend"]
+    assert len(watch.files()) == 3
+    assert "new_module_of_a_test" in watch.modules()
+    assert watch.programs() == [sys.executable]
+
+
+def test_folders_come_from_the_compilers_own_variables() -> None:
+    found = cache_folders({"TRITON_CACHE_DIR": "/a", "DG_JIT_CACHE_DIR": "", "HOME": "/b"})
+    assert found == (Path("/a"),)
