@@ -91,7 +91,9 @@ def serve(
         max_body_bytes=max_body_mib * _MIB,
         settings=_settings(ctx),
     )
-    return run_server(ProcessEngine(launch), config, Bind(host=host, port=port))
+    engine = ProcessEngine(launch)
+    ends_with = engine.wait_until_gone if sizes.world > 1 else None  # the other ranks have ended too
+    return run_server(engine, config, Bind(host=host, port=port), ends_with=ends_with)
 
 
 def _read_keys(path: Path | None) -> tuple[str, ...]:

@@ -75,6 +75,7 @@ class ProcessEngine:
         self._last_sign = time.monotonic()
         self._stopping = False
         self._ready: asyncio.Future[None] | None = None
+        self._gone = asyncio.Event()
 
     # ---- life ---------------------------------------------------------------------------------------------------
 
@@ -112,6 +113,10 @@ class ProcessEngine:
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
+
+    async def wait_until_gone(self) -> None:
+        """Returns when the process has ended, whoever ended it."""
+        await self._gone.wait()
 
     @property
     def pid(self) -> int | None:
@@ -237,6 +242,7 @@ class ProcessEngine:
     def lost(self) -> None:
         """The line has closed: the process is gone."""
         how = self._exit_words()
+        self._gone.set()
         if not self._stopping:
             self._problem = f"the engine process is gone ({how})"
             logger.error("the engine process is gone (%s); %d requests were lost", how, len(self._jobs))

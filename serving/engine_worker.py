@@ -89,6 +89,10 @@ class ServedEngine(Protocol):
         """Why the engine cannot serve, or None."""
         ...
 
+    def close(self) -> None:
+        """Ends what belongs to the engine beside this process."""
+        ...
+
 
 class _Worker:
     """Commands in, steps out. Everything but receiving and compiling happens on one thread."""
@@ -272,6 +276,7 @@ def main(fd: int) -> int:
     sock.sendall(pack(("ready", engine.info)))
     threading.Thread(target=worker.receive, args=(messages,), name="halocline-line", daemon=True).start()
     worker.run()
+    engine.close()
     return 0
 
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +85,20 @@ class _Server(uvicorn.Server):
         yield
 
 
-def run_server(engine: EngineClient, config: ServerConfig, bind: Bind) -> int:
-    """Serves until a signal or the end of the engine.
+def run_server(
+    engine: EngineClient,
+    config: ServerConfig,
+    bind: Bind,
+    *,
+    ends_with: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> int:
+    """Serves until a signal.
+
+    Args:
+        engine: Where requests go.
+        config: What the operator decided.
+        bind: Where to listen.
+        ends_with: The server also ends when this returns; else it stays, ill, when its engine is lost.
 
     Returns:
         Exit status: 0 after a drain or a stop that was asked for, 1 if the engine was lost.
@@ -96,7 +108,7 @@ def run_server(engine: EngineClient, config: ServerConfig, bind: Bind) -> int:
     """
     sock = bind.open()
     with sock, asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(engine, config, bind, sock))
+        return runner.run(_serve(engine, config, bind, sock, ends_with))
 
 
 def _loop_factory() -> Any:
@@ -105,7 +117,13 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-async def _serve(engine: EngineClient, config: ServerConfig, bind: Bind, sock: socket.socket) -> int:
+async def _serve(
+    engine: EngineClient,
+    config: ServerConfig,
+    bind: Bind,
+    sock: socket.socket,
+    ends_with: Callable[[], Coroutine[Any, Any, None]] | None,
+) -> int:
     state = ServerState(engine, config)
     signals = _Signals()
     try:
@@ -118,7 +136,7 @@ async def _serve(engine: EngineClient, config: ServerConfig, bind: Bind, sock: s
         server = _make_server(state)
         server.ready_line = f"ready: {bind.url(sock)} serves {state.model.name}"
         serving = asyncio.create_task(server.serve(sockets=[sock]))
-        await signals.first_of(serving)
+        await signals.first_of(serving, *([asyncio.create_task(ends_with())] if ends_with is not None else []))
         status = await _wind_down(state, signals)
         server.should_exit = True
         server.force_exit = signals.count > 1
@@ -174,17 +192,17 @@ class _Signals:
         self.count += 1
         (self._came if self.count == 1 else self._again).set()
 
-    async def first_of(self, task: asyncio.Task[Any]) -> None:
-        """Returns at the first signal, or when the task ends."""
-        await self._either(self._came, task)
+    async def first_of(self, *tasks: asyncio.Task[Any]) -> None:
+        """Returns at the first signal, or when a task ends."""
+        await self._either(self._came, *tasks)
 
     async def second_or(self, task: asyncio.Task[Any]) -> None:
         """Returns at the second signal, or when the task ends."""
         await self._either(self._again, task)
 
-    async def _either(self, event: asyncio.Event, task: asyncio.Task[Any]) -> None:
+    async def _either(self, event: asyncio.Event, *tasks: asyncio.Task[Any]) -> None:
         waiting = asyncio.create_task(event.wait())
-        await asyncio.wait({waiting, task}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
 
     def close(self) -> None:

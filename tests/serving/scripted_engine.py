@@ -220,6 +220,9 @@ class ScriptedEngine:
     def problem(self) -> str | None:
         return None
 
+    def close(self) -> None:
+        """Nothing runs beside it."""
+
 
 def make_engine(**arguments: Any) -> ScriptedEngine:
     """For `EngineLaunch.factory`."""
