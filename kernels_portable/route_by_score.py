@@ -11,7 +11,7 @@ from halocline.kernels_portable.router_score import normalised_weights, router_s
 
 __all__ = ["route_by_score"]
 
-_TOKENS = 2  # tokens of a program
+_TOKENS = 1  # tokens of a program
 
 
 @triton.jit
@@ -60,6 +60,6 @@ def route_by_score(logits_TE: Tensor, bias_E: Tensor, *, num_chosen: int, scale:
         _route_by_score_kernel[(triton.cdiv(num_tokens, _TOKENS),)](
             logits_TE, bias_E, ids, weights, num_tokens, logits_TE.stride(0), scale, EXPERTS=num_experts,
             CHOSEN=num_chosen, TOKENS=_TOKENS, EXPERT_BLOCK=triton.next_power_of_2(num_experts),
-            CHOSEN_BLOCK=triton.next_power_of_2(num_chosen), num_warps=2,
+            CHOSEN_BLOCK=triton.next_power_of_2(num_chosen), num_warps=1,
         )  # fmt: skip
     return ids, weights
