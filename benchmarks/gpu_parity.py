@@ -112,23 +112,24 @@ def generation(rows: Rows, options: argparse.Namespace) -> None:
     bench = workbench()
     flags = ("*=compare(triton,reference)", "sampling.sample=triton") if bench.device.is_gpu else ()
     with rows.guard("parity.generation", kernels="portable"):
-        _compared(rows, options, flags, "portable")
+        _compared(rows, options, flags, kernels="portable")
     if not bench.device.is_gpu:
         return
     bound = {row["op"]: row["chosen"] for row in load_model(options.model, (), max_requests=4).table.rows()}
     for op, kernel in bound.items():
         if kernel not in (None, "triton", "torch", REFERENCE, "nccl"):
             with rows.guard("parity.generation", kernels=kernel, op=op):
-                _compared(rows, options, (*PORTABLE, f"{op}=compare({kernel},reference)"), kernel)
+                flags = (*PORTABLE, f"{op}=compare({kernel},reference)")
+                _compared(rows, options, flags, kernels=kernel, op=op)
 
 
-def _compared(rows: Rows, options: argparse.Namespace, flags: tuple[str, ...], name: str) -> None:
+def _compared(rows: Rows, options: argparse.Namespace, flags: tuple[str, ...], **params: str) -> None:
     model = load_model(options.model, flags, max_requests=4, max_positions=1024, max_step_tokens=512)
     model.generate(prompts(), max_tokens=6)
-    _watched(rows, model, name)
+    _watched(rows, model, params)
 
 
-def _watched(rows: Rows, model: GpuModel, name: str) -> None:
+def _watched(rows: Rows, model: GpuModel, params: dict[str, str]) -> None:
     """The largest difference of each op over layers and steps, and how many calls were out of tolerance."""
     comparison = model.table.watch.comparison if model.table.watch is not None else None
     if comparison is None:
@@ -140,10 +141,10 @@ def _watched(rows: Rows, model: GpuModel, name: str) -> None:
             worst[op] = call
     for op, call in sorted(worst.items()):
         found, apart = call.largest, sum(other.op == op for other in comparison.diverged)
-        params = {"op": op, "kernel": call.first, "layer": call.layer, "step": call.step, "output": found.output}
+        place = {"op": op, "kernel": call.first, "layer": call.layer, "step": call.step, "output": found.output}
         value = {"norm": found.norm, "max_abs": found.max_abs, "cosine": found.cosine, "apart": apart}
-        rows.add("parity.in_generation", value, "difference", params=params)
-    rows.add("parity.calls", comparison.num_calls, "calls", params={"kernels": name})
+        rows.add("parity.in_generation", value, "difference", params=place)
+    rows.add("parity.calls", comparison.num_calls, "calls", params=params)
 
 
 # ---- under a checker of memory --------------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def smallest(rows: Rows, options: argparse.Namespace) -> None:
             case.run(bench.ops(bench.bind(spec.op, spec.name)), bench.device.torch_device)
             device_clock.settle()
             count += 1
-    rows.add("sanitizer.calls", count, "cases", params={"tool": options.tool})
+    rows.add("sanitizer.calls", count, "cases", params={"tool": options.tool, "ops": options.ops})
 
 
 def _is_small(case: Case) -> bool:

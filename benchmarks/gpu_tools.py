@@ -56,14 +56,16 @@ def tests(rows: Rows, options: argparse.Namespace) -> None:
     with rows.guard("tests"):
         report = options.out / "tests.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda or hip", f"--junitxml={report}"]
+        command += ["-c", str(_ROOT / "pyproject.toml")]
         command += ["-o", "addopts=--import-mode=importlib --strict-markers -ra", "-p", "no:cacheprovider"]
-        done = _run([*command, *(options.tests or _TESTS)], cwd=_ROOT)
+        paths = options.tests or _TESTS
+        done = _run([*command, *paths], cwd=_ROOT)
         (options.out / "tests.txt").write_text(done.stdout + done.stderr)
         if not report.is_file():
             raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-600:]}")
         counts = _counted(report)
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        rows.add("tests.counts", counts, "tests", params={"failed": failed})
+        rows.add("tests.counts", counts, "tests", params={"paths": list(paths), "failed": failed})
 
 
 def _counted(report: Path) -> dict[str, int]:

@@ -1,0 +1,288 @@
+"""Parts of a GPU session run on a CPU at tiny sizes: the code is the same, kernels and graphs are stood in for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from halocline.backends_reference.kernels import reference_kernels
+from halocline.backends_reference.manifest import MANIFEST as REFERENCE
+from halocline.benchmarks import gpu_parity, gpu_parts, gpu_tools
+from halocline.benchmarks.gpu_prompts import load_prompts, write_prompts
+from halocline.benchmarks.gpu_rows import read_rows
+from halocline.benchmarks.gpu_width import StoredExperts, few_experts_at_a_time
+from halocline.engine.agreement import EarlierAnswer
+from halocline.hal.backend import Manifest
+from halocline.hal.formats import Weight, WeightFormat
+from halocline.hal.inventory import Inventory
+from halocline.hal.offline import Workbench
+from halocline.hal.op import KernelSpec
+from halocline.hal.ops import Ops
+from halocline.hal.ops.moe import Routing
+from halocline.hal.profiles import profile
+from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
+from halocline.models.deepseek_v4.presets import preset
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+KERNELS = '''
+"""Kernels of the CPU that a test tries: one is right, one is not, one ends."""
+from halocline.backends_reference.norm import rms_norm_reference
+from halocline.hal.op import implements
+from halocline.hal.ops.norm import rms_norm
+@implements(rms_norm)
+def right(x_TD, weight_D, *, eps):
+    return rms_norm_reference(x_TD, weight_D, eps=eps)
+@implements(rms_norm)
+def wrong(x_TD, weight_D, *, eps):
+    return rms_norm_reference(x_TD, weight_D, eps=eps) * 1.5
+@implements(rms_norm)
+def broken(x_TD, weight_D, *, eps):
+    raise RuntimeError("no such shape")
+'''
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Runs a part at tiny sizes and gives its rows."""
+
+    def running(*words: str) -> list[dict[str, Any]]:
+        out = tmp_path / "out"
+        gpu_parts.main([*words, "--tiny", "--out", str(out), "--commit", "c"])
+        return read_rows(out / "rows.jsonl")
+
+    return running
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A random checkpoint."""
+    make_checkpoint(tmp_path / "model", preset("tiny").without_draft(), seed=1)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def fake_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workbench of the CPU with three kernels of one op."""
+    (tmp_path / "kernels_of_a_test.py").write_text(KERNELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("kernels_of_a_test", None)
+    (reference,) = (spec for spec in REFERENCE.specs if spec.op == "norm.rms_norm")
+    specs = tuple(
+        KernelSpec(
+            op="norm.rms_norm", name=name, target=f"kernels_of_a_test:{function}", vendor="cpu",
+            formats=reference.formats, semantics=reference.semantics, rank=rank,
+        )
+        for rank, (name, function) in enumerate({"triton": "right", "wrong": "wrong", "broken": "broken"}.items(), 1)
+    )  # fmt: skip
+    own = Manifest(name="tested", vendor="cpu", specs=specs)
+    bench = Workbench(manifests=(REFERENCE, own), device=profile("cpu").device, inventory=Inventory.of(()))
+    monkeypatch.setattr(gpu_parity, "workbench", lambda: bench)
+
+
+def named(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["name"] == name]
+
+
+# ---- parity ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_right_wrong_and_broken_kernels_are_told_apart(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("cases", "--ops", "norm")
+    found = {row["params"]["kernel"]: row["value"] for row in named(rows, "parity.kernel")}
+    assert found["triton"]["within"] == found["triton"]["cases"] > 3
+    assert found["wrong"]["within"] < found["wrong"]["cases"]
+    assert found["wrong"]["share_of_tolerance"] > 1
+    assert found["broken"]["within"] == 0
+    faults = {row["params"]["kernel"]: row["value"] for row in named(rows, "parity.fault")}
+    assert "norm 0.5" in faults["wrong"]
+    assert faults["broken"] == "RuntimeError: no such shape"
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_kernels_are_chosen_by_name(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("cases", "--ops", "norm.rms_norm", "--kernels", "triton")
+    assert [row["params"]["kernel"] for row in named(rows, "parity.kernel")] == ["triton"]
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_every_kernel_is_timed_on_the_same_inputs(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("speed", "--ops", "norm")
+    cases = {name: set() for name in ("triton", "wrong")}
+    for row in named(rows, "speed.kernel"):
+        assert row["value"] > 0
+        cases[row["params"]["kernel"]].add((row["params"]["case"], row["params"]["dtype"]))
+    assert cases["triton"] == cases["wrong"] != set()
+    assert [row["params"]["kernel"] for row in rows if row["unit"] == "error"] == ["broken"] * len(cases["triton"])
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_portable_kernels_run_on_their_smallest_inputs(run: Callable[..., list[dict[str, Any]]]) -> None:
+    (row,) = named(run("smallest", "--ops", "norm"), "sanitizer.calls")
+    assert row["value"] >= 2
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_steps_and_prefills_are_held_against_their_roofs(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("decode", "--shapes", "2", "prefill", "--trace")
+    (step,) = named(rows, "decode.step")
+    assert step["share"] == pytest.approx(step["roof"] / step["value"], abs=1e-4)
+    assert named(rows, "decode.finite")[0]["value"] is True
+    assert len(named(rows, "decode.experts")[0]["value"]) == 3
+    assert 0 < len(named(rows, "decode.trace")[0]["value"]) <= 25
+    assert named(rows, "prefill.rate")[0]["value"] > 0
+    assert not [row for row in rows if row["unit"] == "error"]
+
+
+def test_warming_times_nothing(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("decode", "--warm", "--shapes", "1")
+    assert {row["name"] for row in rows} >= {"decode.seconds", "decode.weights"}
+    assert not named(rows, "decode.step")
+
+
+@pytest.mark.slow
+def test_replays_equal_eager_steps(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("graphs")
+    what = [row["params"]["what"] for row in named(rows, "graph.apart")]
+    assert len(what) == len(set(what)) == 6
+    assert [row["value"] for row in named(rows, "graph.apart")] == [0] * 6
+    assert named(rows, "graph.neighbour")[0]["value"] is True
+
+
+@pytest.mark.slow
+def test_layers_agree_with_the_reference_position_by_position(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("width")
+    found = {
+        (row["params"]["against"], row["params"]["positions"]): row["value"] for row in named(rows, "width.cosine")
+    }
+    assert found["served", "prefill"]["least"] == found["served", "decode"]["least"] == 1.0
+    assert 0.5 < found["float32", "decode"]["least"] < 1.0  # FP8 rounding costs something
+    assert found["float32", "decode"]["count"] == 4
+
+
+@pytest.mark.slow
+def test_both_implementations_are_timed_in_turn(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("peer")
+    ours, theirs, factor = (named(rows, f"peer.{name}")[0] for name in ("ours", "theirs", "factor"))
+    assert factor["value"] == pytest.approx(theirs["value"] / ours["value"], rel=0.01)
+    assert theirs["params"]["finite"] is True
+
+
+@pytest.mark.slow
+def test_nothing_is_compiled_or_imported_once_ready(run: Callable[..., list[dict[str, Any]]], folder: Path) -> None:
+    rows = run("ready", "--model", str(folder))
+    assert [named(rows, f"ready.{what}")[0]["value"] for what in ("kernels", "modules", "programs")] == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_start_says_where_its_time_goes(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("start", "--caches", "warm", "--layers", "2")
+    (where,), (first,) = named(rows, "start.where"), named(rows, "start.first_token")
+    assert sum(where["value"].values()) == pytest.approx(first["value"], abs=0.01)
+    assert list(where["value"])[:2] == ["start of Python", "import torch"]
+    assert where["params"]["layers"] == 2
+
+
+def test_experts_a_few_at_a_time_give_what_all_of_them_give() -> None:
+    """More experts are chosen than are expanded together, and some choices are of other ranks (-1)."""
+    generator = torch.Generator().manual_seed(3)
+
+    def stack(*shape: int) -> Weight:
+        data = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        return Weight(data=data, format=WeightFormat.FLOAT32, shape=shape)
+
+    gate_up, down = stack(40, 16, 8), stack(40, 8, 8)
+    ids_TK = torch.randint(-1, 40, (50, 3), generator=generator, dtype=torch.int32)
+    routing = Routing(ids_TK, torch.rand(50, 3, generator=generator))
+    x_TD = torch.randn(50, 8, generator=generator)
+    whole, few = Ops(reference_kernels()), few_experts_at_a_time(Ops(reference_kernels()))
+    expected = whole.moe.experts(x_TD, routing, whole.moe.prepare_experts(gate_up, down, activation="none"), limit=10.0)
+    stored = few.moe.prepare_experts(gate_up, down, activation="none")
+    assert isinstance(stored, StoredExperts)
+    torch.testing.assert_close(few.moe.experts(x_TD, routing, stored, limit=10.0), expected, rtol=1e-5, atol=1e-6)
+
+
+# ---- the graded model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_answers_are_marked_and_held_against_the_reference(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Two of three known answers are what the model writes; the third is another one."""
+    graded = ROOT / "graded"
+    known = {
+        "sums-1": EarlierAnswer("3+1=4, 1=1</think>14", True),
+        "sums-2": EarlierAnswer("something else", False),
+    }
+    path = tmp_path / "prompts.json"
+    assert write_prompts(graded, "quick", known, path) == 2
+    suite, items = load_prompts(path)
+    kept = [item for item in items if item["name"] in known]
+    path.write_text(json.dumps({"suite": suite, "items": kept}))
+    rows = run("graded", "--prompts", str(path), "--model", str(graded), "--batches", "2", "1")
+    for row in named(rows, "graded.agreement"):
+        assert row["value"] == {"same": 0.5, "score": 1.0, "reference_score": 0.5, "p": 1.0}
+        assert row["params"]["apart"] == ["sums-2"]
+    assert [row["params"]["batch"] for row in named(rows, "graded.score")] == [2, 1]
+
+
+# ---- other programs -------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_all_processes_are_counted() -> None:
+    text = "========= ERROR SUMMARY: 2 errors\n========= RACECHECK SUMMARY: 1 hazard displayed\n"
+    assert gpu_tools.errors_found(text) == 3
+    assert gpu_tools.errors_found("========= ERROR SUMMARY: 0 errors") == 0
+    assert gpu_tools.errors_found("Device not supported") is None
+
+
+@pytest.mark.parametrize(("said", "status", "unit"), [("0", 0, "errors"), ("4", 0, "errors"), ("", 1, "error")])
+def test_a_checker_that_says_nothing_or_fails_is_an_error(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    said: str, status: int, unit: str,
+) -> None:  # fmt: skip
+    program = tmp_path / "compute-sanitizer"
+    summary = f"========= ERROR SUMMARY: {said} errors" if said else "Device not supported"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "{summary}"\nexit {status}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(gpu_tools.shutil, "which", lambda _name: str(program))
+    rows = run("sanitizer", "--ops", "norm")
+    (row,) = [row for row in rows if row["name"] in {"sanitizer.errors", "sanitizer"}]
+    assert row["unit"] == unit
+    if said:
+        assert row["value"] == int(said)
+    asked = (tmp_path / "asked").read_text()
+    assert "--tool memcheck" in asked
+    assert "gpu_parts smallest" in asked
+    assert "--ops norm" in asked
+
+
+def test_counts_of_tests_come_from_the_report_of_pytest(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    suite = tmp_path / "test_of_a_device.py"
+    suite.write_text(
+        "import pytest\n"
+        "@pytest.mark.cuda\ndef test_a(): pass\n"
+        "@pytest.mark.cuda\ndef test_b(): assert False\n"
+        "def test_c(): assert False\n"
+    )
+    (row,) = named(run("tests", "--tests", str(suite)), "tests.counts")
+    assert row["value"] == {"executed": 2, "failed": 1, "skipped": 0}
+    assert [name.rpartition("::")[2] for name in row["params"]["failed"]] == ["test_b"]
+
+
+def test_without_a_wheel_the_part_says_what_to_do(run: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
+    rows = run("wheel", "--wheels", str(tmp_path))
+    assert "./dev wheel builds it" in named(rows, "wheel")[0]["value"]

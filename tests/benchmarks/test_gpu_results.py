@@ -1,0 +1,205 @@
+"""Verdicts follow from rows: each line passes, fails and knows when it was not run; tables show what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from halocline.benchmarks import gpu_results
+from halocline.benchmarks.gpu_criteria import CRITERIA, latest, verdicts
+from halocline.benchmarks.gpu_tables import tables
+
+FLASH: dict[str, Any] = {"kernels": "default", "model": "flash", "layers": 8}
+GRADED: dict[str, Any] = {"graphs": True, "suite": "graded", "items": 326, "compared": 326, "apart": []}
+
+
+def row(
+    name: str, value: Any, unit: str = "x", *, share: float | None = None, roof: float | None = None, **params: Any
+) -> dict[str, Any]:
+    facts = {"device": "NVIDIA H200", "versions": {"python": "3.12.3"}, "commit": "c", "part": "p"}
+    return {"name": name, "params": params, "value": value, "unit": unit, "roof": roof, "share": share, **facts}
+
+
+def agreement(kernels: str, batch: int, score: float = 0.985, p: float = 0.5, same: float = 0.99) -> dict[str, Any]:
+    value = {"same": same, "score": score, "reference_score": 0.988, "p": p}
+    return row("graded.agreement", value, "share", kernels=kernels, batch=batch, **GRADED)
+
+
+def parity(kernel: str, within: int = 3, op: str = "gemm.linear") -> dict[str, Any]:
+    value = {"cases": 3, "within": within, "norm": 1e-3, "share_of_tolerance": 0.5, "case": "a"}
+    return row("parity.kernel", value, "cases", op=op, kernel=kernel)
+
+
+def step(batch: int, share: float, layers: int = 8, kernels: str = "default") -> dict[str, Any]:
+    params = {**FLASH, "kernels": kernels, "layers": layers, "batch": batch, "context": 8192}
+    return row("decode.step", 1.0, "ms", share=share, roof=share, **params)
+
+
+def cosine(against: str, least: float = 0.9995) -> dict[str, Any]:
+    value = {"least": least, "mean": 0.9999, "same_argmax": 1.0, "count": 64, "finite": True}
+    return row("width.cosine", value, "cosine", kernels="default", against=against, positions="decode")
+
+
+def good() -> list[dict[str, Any]]:
+    """Rows with which every line holds."""
+    rows = [parity("triton"), parity("tilelang"), parity("deep_gemm")]
+    rows += [agreement("default", 1), agreement("default", 32), agreement("portable", 1), agreement("portable", 32)]
+    rows += [agreement("tilelang", 32), cosine("served"), cosine("float32")]
+    rows += [row("graph.apart", 0, "of 50", kernels="default", what="changing lengths")]
+    rows += [row("graph.neighbour", True, "bool", kernels="default")]
+    rows += [row("tests.counts", {"executed": 30, "failed": 0, "skipped": 0}, "tests", paths=["a"], failed=[])]
+    for batch, share in ((1, 0.31), (8, 0.46), (32, 0.51), (128, 0.52)):
+        rows += [step(batch, share), row("decode.finite", True, "bool", **FLASH, batch=batch, context=8192)]
+    rows += [row("decode.experts", [44, 45], "experts", roof=44.2, **FLASH, batch=8, context=8192)]
+    rows += [step(1, 0.3, layers=36), step(32, 0.5, layers=36)]
+    rows += [row("prefill.rate", 50_000, "tokens/s", share=0.3, roof=181_600, **FLASH, tokens=8192)]
+    rows += [row("peer.factor", 16.0, "x faster", layers=4)]
+    rows += [row("decode.step", 2.0, "ms", share=0.4, roof=1.0, kernels="default", model="pro", layers=4, batch=1)]
+    rows += [row("prefill.rate", 9_000, "tokens/s", share=0.3, roof=1, kernels="default", model="pro", layers=4)]
+    for kernels in ("default", "portable"):
+        rows += [
+            row(f"ready.{what}", 0, what, kernels=kernels, first=[]) for what in ("kernels", "modules", "programs")
+        ]
+    rows += [row("explain.bound", {"gemm.linear": "deep_gemm"}, "kernels", unbound=[])]
+    rows += [row("override.ran", 1.0, "share", op="gemm.linear", kernel="triton", is_reference=False)]
+    rows += [row("parity.calls", 100, "calls", kernels="portable")]
+    for caches in ("warm", "empty"):
+        rows += [row("start.first_token", 20.0, "s", kernels="default", caches=caches, layers=36)]
+        rows += [
+            row("start.where", {"import torch": 5.0, "weights": 15.0}, "s", kernels="default", caches=caches, layers=36)
+        ]
+    for ops in (["a"], ["b"], ["c"]):
+        rows += [row("sanitizer.errors", 0, "errors", tool="memcheck", ops=ops)]
+        rows += [row("sanitizer.calls", 9, "cases", tool="memcheck", ops=ops)]
+    rows += [row("sanitizer.errors", 0, "errors", tool="racecheck", ops=[])]
+    rows += [row("sanitizer.calls", 9, "cases", tool="racecheck", ops=[])]
+    rows += [
+        row("speed.kernel", 5.0, "us", op="gemm.linear", kernel=k, case="a", dtype="bfloat16")
+        for k in ("triton", "tilelang")
+    ]
+    rows += [row("wheel.command", 0, "exit status", command=command, python="3.12.3") for command in ("demo", "doctor")]
+    return rows
+
+
+def judged(rows: list[dict[str, Any]], words: str) -> tuple[bool | None, str]:
+    (found,) = (verdict for verdict in verdicts(rows) if words in verdict.line)
+    return found.passed, found.said
+
+
+def test_every_line_holds_with_good_rows() -> None:
+    assert [verdict.line for verdict in verdicts(good()) if not verdict.passed] == []
+
+
+def test_every_line_is_not_run_without_rows() -> None:
+    assert {verdict.passed for verdict in verdicts([])} == {None}
+    assert len(verdicts([])) == len(CRITERIA)
+
+
+BAD = [
+    ("every kernel but tilelang", parity("deep_gemm", within=2)),
+    ("AMD's kernels here: tilelang", parity("tilelang", within=2)),
+    ("AMD's kernels here: portable", parity("triton", within=2)),
+    ("default kernels, graphs: score", agreement("default", 32, same=0.979)),
+    ("default kernels, graphs: score", agreement("default", 1, score=0.9, p=0.01)),
+    ("graded model on portable", agreement("portable", 1, same=0.5)),
+    ("graded model with tilelang", agreement("tilelang", 32, same=0.5)),
+    ("against the same recipe", cosine("served", 0.9989)),
+    ("against float32", cosine("float32", 0.9)),
+    ("graphs equal eager", row("graph.apart", 1, "of 50", kernels="default", what="changing lengths")),
+    ("graphs equal eager", row("graph.neighbour", False, "bool", kernels="default")),
+    ("device tests", row("tests.counts", {"executed": 9, "failed": 1, "skipped": 0}, "tests", paths=["a"], failed=["t"])),
+    ("device tests", row("tests.counts", {"executed": 0, "failed": 0, "skipped": 9}, "tests", paths=["a"], failed=[])),
+    ("batch 1: at least 30%", step(1, 0.299)),
+    ("batch 8: at least 45%", step(8, 0.44)),
+    ("batch 32: at least 50%", step(32, 0.49)),
+    ("batch 128: at least 50%", step(128, 0.49)),
+    ("batch 8: at least 45%", row("decode.finite", False, "bool", **FLASH, batch=8, context=8192)),
+    ("distinct experts", row("decode.experts", [6, 7], "experts", roof=44.2, **FLASH, batch=8, context=8192)),
+    ("prefill of 8,192", row("prefill.rate", 1, "tokens/s", share=0.24, roof=4, **FLASH, tokens=8192)),
+    ("Transformers", row("peer.factor", 14.9, "x faster", layers=4)),
+    ("once ready, default", row("ready.modules", 1, "modules", kernels="default", first=["x"])),
+    ("once ready, portable", row("ready.kernels", 2, "kernels", kernels="portable", first=["x"])),
+    ("explain on", row("explain.bound", {"gemm.linear": "reference"}, "kernels", unbound=[])),
+    ("explain on", row("explain.bound", {"gemm.linear": None}, "kernels", unbound=["gemm.linear"])),
+    ("every override", row("override", "ValueError", "error", op="gemm.linear", kernel="triton", is_reference=False)),
+    ("compare mode", row("parity.generation", "ValueError", "error", kernels="triton")),
+    ("memcheck", row("sanitizer.errors", 2, "errors", tool="memcheck", ops=["a"])),
+    ("memcheck", row("sanitizer.calls", 0, "cases", tool="memcheck", ops=["a"])),
+    ("racecheck", row("sanitizer", "RuntimeError", "error", tool="racecheck", ops=[])),
+    ("the wheel", row("wheel.command", 1, "exit status", command="demo", python="3.12.3")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "bad"), BAD, ids=range(len(BAD)))
+def test_one_bad_row_fails_its_line(words: str, bad: dict[str, Any]) -> None:
+    rows = good()
+    if bad["name"] == "sanitizer.calls":
+        rows = [one for one in rows if one["name"] != "sanitizer.calls" or one["params"]["tool"] != "memcheck"]
+    assert judged([*rows, bad], words)[0] is False
+
+
+def test_a_score_apart_is_allowed_when_the_pairs_do_not_tell() -> None:
+    rows = [agreement("default", 1, score=0.95, p=0.06), agreement("default", 32)]
+    assert judged(rows, "default kernels, graphs: score")[0] is True
+
+
+def test_what_ran_again_replaces_what_was_said_before() -> None:
+    rows = [step(1, 0.2), step(1, 0.35)]
+    assert judged(rows, "batch 1: at least")[0] is True
+    assert len(latest(rows)) == 1
+
+
+def test_a_failure_is_forgotten_when_the_same_came_to_a_good_end() -> None:
+    params = {"op": "gemm.linear", "kernel": "triton", "is_reference": False}
+    failure, done = row("override", "ValueError", "error", **params), row("override.seconds", 1.0, "s", **params)
+    ran = row("override.ran", 1.0, "share", **params)
+    assert judged([failure, ran, done], "every override")[0] is True
+    assert judged([ran, done, failure], "every override")[0] is False
+
+
+def test_tables_show_ours_beside_the_peers() -> None:
+    found = tables(good())
+    assert "| flash | 8 | default | 1 | 0.31 | 1.00 | 31% | 37% | 40% | - | - |" in found["Decode steps"]
+    assert "| 36 | empty | 5.0 | 15.0 | 20.0 |" in found["Start to the first token, seconds"]
+    assert "| `gemm.linear` | a bfloat16 | 5.0 | 5.0 |" in found["Microseconds of kernels at a released model's sizes"]
+    assert "| `gemm.linear` | triton | 3 of 3 | 1.0e-03, 50% of what is allowed |" in found["Parity with the reference"]
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return str(path)
+
+
+def test_rows_of_two_calls_become_one_file_with_their_facts_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = good()
+    rows[0]["versions"] = {"python": "3.12.3", "tilelang": "0.1.15"}
+    first, second = written(tmp_path / "1", rows[:9]), written(tmp_path / "2", rows[9:])
+    out = tmp_path / "h200" / "c.json"
+    assert gpu_results.main([first, second, "--out", str(out)]) == 0
+    kept = json.loads(out.read_text())
+    assert (kept["device"], kept["commit"]) == ("NVIDIA H200", "c")
+    assert kept["versions"] == {"python": "3.12.3", "tilelang": "0.1.15"}
+    assert len(kept["rows"]) == len(latest(rows))
+    assert set(kept["rows"][0]) == {"name", "params", "value", "unit", "roof", "share"}
+    assert "| pass | decode, 8 layers, batch 1: at least 30% of the roof | 1.000 ms, 31.0% of 0.31 ms |" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_line_that_was_not_run_is_no_success(tmp_path: Path) -> None:
+    assert gpu_results.main([written(tmp_path / "1", good()[:3])]) == 1
+
+
+@pytest.mark.parametrize("change", [{"commit": "d"}, {"device": "cpu"}, {"versions": {"python": "3.11.7"}}])
+def test_rows_that_do_not_belong_together_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    rows = [parity("triton"), {**parity("deep_gemm"), **change}]
+    with pytest.raises(ValueError, match="keep them apart"):
+        gpu_results.main([written(tmp_path / "1", rows)])
