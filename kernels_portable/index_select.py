@@ -1,7 +1,10 @@
 """Exact top-k of scores by radix selection, mapped to cache slots through the page table.
 
-T tokens, S entries, K entries kept, R requests, P pages. One program serves one token: four passes over its scores
-find the K-th largest, one pass collects. Ties keep the lowest entries.
+T tokens, S entries, K entries kept, R requests, P pages, C candidates. One program serves one token: four passes over
+its scores find the K-th largest, one pass collects. Ties keep the lowest entries.
+
+Of long rows, programs shortlist chunks first: the best K of each chunk, in order, are the entries of a row that is some
+times shorter. What is not among the best of its chunk is not among the best of all, and equals stay in order.
 """
 
 from __future__ import annotations
@@ -16,6 +19,50 @@ from halocline.kernels_portable.radix_search import kth_largest, ordered_bits
 __all__ = ["select_entries"]
 
 
+_MOST_ENTRIES = 8192  # of a row that one program looks through
+_CHUNK = 4096  # entries of a chunk, at least
+
+
+@triton.jit
+def _num_candidates(num_entries, LEVELS: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr):
+    """What is left of so many entries after some shortlists."""
+    for _ in tl.static_range(LEVELS):
+        num_entries = num_entries // CHUNK * KEPT + tl.minimum(num_entries % CHUNK, KEPT)
+    return num_entries
+
+
+@triton.jit
+def _shortlist_kernel(
+    scores_ptr, scores_stride, entries_ptr, visible_ptr, requests_ptr, out_scores_ptr, out_entries_ptr, out_stride,
+    LEVEL: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    first = tl.program_id(1) * CHUNK
+    if tl.load(requests_ptr + token) < 0:
+        return
+    size = tl.minimum(_num_candidates(tl.load(visible_ptr + token), LEVEL, KEPT, CHUNK) - first, CHUNK)
+    if size <= 0:
+        return
+    places = tl.arange(0, CHUNK)
+    inside = places < size
+    row = scores_ptr + token * scores_stride + first
+    kept = inside
+    if size > KEPT:
+        threshold, num_equal = kth_largest(row, size, KEPT, CHUNK)
+        bits = ordered_bits(tl.load(row + places, mask=inside, other=0.0))
+        is_equal = (inside & (bits == threshold)).to(tl.int32)
+        is_first = tl.cumsum(is_equal, axis=0) <= num_equal
+        kept = inside & ((bits > threshold) | ((is_equal > 0) & is_first))
+    entries = first + places
+    if LEVEL > 0:
+        entries = tl.load(entries_ptr + token * scores_stride + first + places, mask=kept, other=0)
+    scores = tl.load(row + places, mask=kept, other=0.0)
+    rank = tl.cumsum(kept.to(tl.int32), axis=0) - 1
+    out = token * out_stride + tl.program_id(1) * KEPT + rank
+    tl.store(out_scores_ptr + out, scores, mask=kept)
+    tl.store(out_entries_ptr + out, entries, mask=kept)
+
+
 @triton.jit
 def _slots_of(entries, mask, request, token_pages_ptr, token_pages_stride, PAGE_ROWS: tl.constexpr):
     page = tl.load(token_pages_ptr + request * token_pages_stride + entries // PAGE_ROWS, mask=mask, other=-1)
@@ -23,38 +70,73 @@ def _slots_of(entries, mask, request, token_pages_ptr, token_pages_stride, PAGE_
 
 
 @triton.jit
+def _entries_at(entries_ptr, places, mask, LEVELS: tl.constexpr):
+    """Entries of candidates; without a shortlist a place is an entry."""
+    if LEVELS == 0:
+        return places
+    return tl.load(entries_ptr + places, mask=mask, other=0)
+
+
+@triton.jit
 def _select_entries_kernel(
-    logits_ptr, logits_stride, visible_ptr, requests_ptr, token_pages_ptr, token_pages_stride, slots_ptr, lengths_ptr,
-    KEPT: tl.constexpr, PAGE_ROWS: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
+    logits_ptr, logits_stride, entries_ptr, visible_ptr, requests_ptr, token_pages_ptr, token_pages_stride, slots_ptr,
+    lengths_ptr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(requests_ptr + token).to(tl.int64)
     visible = tl.where(request < 0, 0, tl.load(visible_ptr + token))
+    visible = _num_candidates(visible, LEVELS, KEPT, CHUNK)
     scores_ptr = logits_ptr + token * logits_stride
+    entries_ptr += token * logits_stride
     out_ptr = slots_ptr + token * KEPT
     length = tl.minimum(visible, KEPT)
     tl.store(lengths_ptr + token, length)
     if visible <= KEPT:
-        entries = tl.arange(0, KEPT_BLOCK)
-        slots = _slots_of(entries, entries < visible, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
-        tl.store(out_ptr + entries, slots, mask=entries < KEPT)
+        places = tl.arange(0, KEPT_BLOCK)
+        entries = _entries_at(entries_ptr, places, places < visible, LEVELS)
+        slots = _slots_of(entries, places < visible, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
+        tl.store(out_ptr + places, slots, mask=places < KEPT)
     else:
         threshold, num_equal = kth_largest(scores_ptr, visible, length, BLOCK)
         above = tl.zeros((), tl.int32)
         equal = tl.zeros((), tl.int32)
         for start in range(0, visible, BLOCK):
-            entries = start + tl.arange(0, BLOCK)
-            inside = entries < visible
-            bits = ordered_bits(tl.load(scores_ptr + entries, mask=inside, other=0.0))
+            places = start + tl.arange(0, BLOCK)
+            inside = places < visible
+            bits = ordered_bits(tl.load(scores_ptr + places, mask=inside, other=0.0))
             is_above = (inside & (bits > threshold)).to(tl.int32)
             is_equal = (inside & (bits == threshold)).to(tl.int32)
             rank = equal + tl.cumsum(is_equal, axis=0) - is_equal
             place = tl.where(is_above > 0, above + tl.cumsum(is_above, axis=0) - is_above, KEPT - num_equal + rank)
             kept = (is_above > 0) | ((is_equal > 0) & (rank < num_equal))
+            entries = _entries_at(entries_ptr, places, kept, LEVELS)
             slots = _slots_of(entries, kept, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
             tl.store(out_ptr + place, slots, mask=kept)
             above += tl.sum(is_above, axis=0)
             equal += tl.sum(is_equal, axis=0)
+
+
+def _shortlist(
+    scores_TC: Tensor,
+    entries_TC: Tensor,
+    visible_T: Tensor,
+    requests_T: Tensor,
+    *,
+    level: int,
+    num_kept: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Scores and entries of the best of each chunk, in order; undefined behind a token's candidates."""
+    num_tokens, num_chunks = scores_TC.shape[0], triton.cdiv(scores_TC.shape[1], chunk)
+    shape = (num_tokens, num_chunks * num_kept)
+    scores = torch.empty(shape, dtype=torch.float32, device=scores_TC.device)
+    entries = torch.empty(shape, dtype=torch.int32, device=scores_TC.device)
+    _shortlist_kernel[(num_tokens, num_chunks)](
+        scores_TC, scores_TC.stride(0), entries_TC, visible_T, requests_T, scores, entries, scores.stride(0),
+        LEVEL=level, KEPT=num_kept, CHUNK=chunk, num_warps=8,
+    )  # fmt: skip
+    return scores, entries
 
 
 def select_entries(
@@ -79,14 +161,22 @@ def select_entries(
     Returns:
         int32 slots (tokens, num_kept), -1 behind the length, and int32 lengths min(num_kept, visible).
     """
-    num_tokens, num_entries = logits_TS.shape
+    num_tokens = logits_TS.shape[0]
     slots = torch.empty((num_tokens, num_kept), dtype=torch.int32, device=logits_TS.device)
     lengths = torch.empty((num_tokens,), dtype=torch.int32, device=logits_TS.device)
-    if num_tokens:
-        block = min(2048, max(256, triton.next_power_of_2(num_entries)))
-        _select_entries_kernel[(num_tokens,)](
-            logits_TS, logits_TS.stride(0), visible_T, requests_T, token_pages_RP, token_pages_RP.stride(0), slots,
-            lengths, KEPT=num_kept, PAGE_ROWS=page_rows, BLOCK=block, KEPT_BLOCK=triton.next_power_of_2(num_kept),
-            num_warps=8 if block > 1024 else 4,
-        )  # fmt: skip
+    if not num_tokens:
+        return slots, lengths
+    chunk = max(_CHUNK, 4 * triton.next_power_of_2(num_kept))
+    scores_TC, entries_TC, levels = logits_TS, visible_T, 0
+    while scores_TC.shape[1] > max(_MOST_ENTRIES, chunk):
+        scores_TC, entries_TC = _shortlist(
+            scores_TC, entries_TC, visible_T, requests_T, level=levels, num_kept=num_kept, chunk=chunk
+        )
+        levels += 1
+    block = min(2048, max(256, triton.next_power_of_2(scores_TC.shape[1])))
+    _select_entries_kernel[(num_tokens,)](
+        scores_TC, scores_TC.stride(0), entries_TC, visible_T, requests_T, token_pages_RP, token_pages_RP.stride(0),
+        slots, lengths, LEVELS=levels, CHUNK=chunk, KEPT=num_kept, PAGE_ROWS=page_rows, BLOCK=block,
+        KEPT_BLOCK=triton.next_power_of_2(num_kept), num_warps=8 if block > 1024 else 4,
+    )  # fmt: skip
     return slots, lengths

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halocline.hal.formats import RowFormat, cache_layout
+from halocline.kernels_portable import index_select
 from halocline.kernels_portable.index_logits import LogitTiles, index_logits, logit_tiles
 from halocline.kernels_portable.index_query import prepare_index_query
 from halocline.kernels_portable.index_select import select_entries
@@ -195,6 +196,35 @@ def test_ties_infinities_and_short_rows() -> None:
     assert slots[1].tolist() == table[:3].tolist(), "ties keep the lowest entries"
     assert set(slots[2].tolist()) == set(table[[4, 2, 6]].tolist())
     assert slots[3].tolist() == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("entries", [65, 70, 96, 300, 2100])
+@pytest.mark.parametrize("distinct", [3, 40, 1000000])
+def test_shortlists_of_long_rows_change_nothing(entries: int, distinct: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One to three shortlists of small chunks; few distinct scores make ties within and across chunks."""
+    monkeypatch.setattr(index_select, "_MOST_ENTRIES", 64)
+    monkeypatch.setattr(index_select, "_CHUNK", 32)
+    kept, gen = 8, torch.Generator().manual_seed(entries)
+    scores = torch.randint(distinct, (6, entries), generator=gen).float() - distinct // 2
+    visible = [entries, entries - 1, 33, 32, 5, 0]
+    for t, seen in enumerate(visible):
+        scores[t, seen:] = torch.nan
+    slots, lengths, table = _select(scores, visible, kept, 1)
+    assert lengths.tolist() == [min(kept, seen) for seen in visible]
+    for t, seen in enumerate(visible):
+        best = scores[t, :seen].sort(descending=True, stable=True).indices[:kept]  # ties keep the lowest entries
+        assert sorted(slots[t, : len(best)].tolist()) == sorted(table[best].tolist())
+        assert bool((slots[t, len(best) :] == -1).all())
+
+
+@pytest.mark.parametrize(("entries", "kept"), [(9000, 512), (40000, 1024)])
+def test_long_rows_at_model_size(entries: int, kept: int) -> None:
+    scores = torch.randn(1, entries, generator=torch.Generator().manual_seed(kept))
+    slots, lengths, table = _select(scores, [entries - 3], kept, 64)
+    best = scores[0, : entries - 3].topk(kept).indices
+    expected = table[best // 64].long() * 64 + best % 64
+    assert lengths.tolist() == [kept]
+    assert slots[0].sort().values.tolist() == expected.sort().values.tolist()
 
 
 def test_no_cliff_where_selection_starts() -> None:
