@@ -61,7 +61,7 @@ def _order_pairs_kernel(
     tl.store(starts_ptr + expert, placed)
     tl.store(starts_ptr + EXPERTS, total, mask=expert == 0)
     for size in tl.static_range(SIZES):
-        rows: tl.constexpr = SMALLEST << size
+        rows = SMALLEST << size  # known to the compiler, as `size` is
         blocks = (counts + (rows - 1)) // rows
         first = tl.sum(tl.where(bins < expert, blocks, 0), axis=0)
         end = tl.sum(blocks, axis=0)

@@ -19,7 +19,7 @@ __all__ = ["SplitSchedule", "split_schedule"]
 
 _ROWS = 64  # rows of a block
 _TOKEN_COST = 5  # blocks that beginning and ending a token is worth
-_STEP = 64  # tokens of a step
+_STEP = 32  # tokens of a step
 
 
 class SplitSchedule(NamedTuple):

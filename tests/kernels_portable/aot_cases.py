@@ -18,11 +18,14 @@ from triton.backends.compiler import GPUTarget
 from halocline.hal.formats import CacheLayout, RowFormat, cache_layout
 from halocline.kernels_portable.compressor_insert import StepRequests, insert_entries
 from halocline.kernels_portable.expert_layer import ExpertMatrices, run_experts
+from halocline.kernels_portable.expert_order import order_pairs
+from halocline.kernels_portable.expert_sum import sum_experts
 from halocline.kernels_portable.index_logits import index_logits, logit_tiles
 from halocline.kernels_portable.index_query import prepare_index_query
 from halocline.kernels_portable.index_select import select_entries
+from halocline.kernels_portable.inverse_rope import rotate_back_and_quantize
 from halocline.kernels_portable.linear_layer import StoredMatrices, multiply, project_outputs
-from halocline.kernels_portable.quantize_activation import round_activation
+from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.query_norm_rope import query_norm_rope
 from halocline.kernels_portable.rms_norm import rms_norm
 from halocline.kernels_portable.route_by_hash import route_by_hash
@@ -37,6 +40,7 @@ from halocline.kernels_portable.sparse_attention import (
     num_attention_splits,
     sparse_attention,
 )
+from halocline.kernels_portable.split_schedule import split_schedule
 from halocline.kernels_portable.stream_head import collapse_streams
 from halocline.kernels_portable.stream_mix import num_mix_splits
 from halocline.kernels_portable.stream_read import read_streams
@@ -305,6 +309,21 @@ def _experts(arch: Arch, kind: str, tokens: int, rounds: bool, dtype: torch.dtyp
     )  # fmt: skip
 
 
+def _pairs(arch: Arch, experts: int, tokens: int) -> None:
+    order_pairs(ints(tokens, 6), empty(tokens, 6, dtype=F32), num_experts=experts)
+    sum_experts(empty(6 * tokens, 4096), ints(tokens, 6), out_dtype=BF16, places_P=ints(6 * tokens))
+
+
+def _scales_by_group(arch: Arch) -> None:
+    quantize_activation(empty(8, 4096), fp8_dialect=arch.dialect, scale_order="groups")
+    rotate_back_and_quantize(empty(8, 64, 512), ints(8), TABLE, fp8_dialect=arch.dialect, scale_order="groups")
+
+
+def _schedule(arch: Arch) -> None:
+    for other in (None, ints(128)):
+        split_schedule(ints(128), other, num_parts=arch.target.num_processors)
+
+
 def _routers(arch: Arch) -> None:
     for experts in (256, 384):
         route_by_score(empty(8, experts, dtype=F32), empty(experts, dtype=F32), num_chosen=6, scale=1.5)
@@ -318,7 +337,7 @@ def _sample(arch: Arch) -> None:
 
 
 for _dtype in (BF16, F32):
-    for _tokens in (4, 8192):
+    for _tokens in (4, 128, 8192):
         case(f"streams-{str(_dtype)[6:]}-t{_tokens}", _streams, _dtype, _tokens)
 for _m in (1, 32, 128, 8192):
     case(f"linear-fp8-m{_m}", _linear, "fp8", _m, True, BF16)
@@ -337,6 +356,10 @@ for _kind in ("nvfp4", "plain"):
 case("experts-fp8-plain-input", _experts, "fp8", 1, False, BF16)
 case("experts-mxfp4-float32", _experts, "mxfp4", 1, False, F32)
 case("experts-plain-float32", _experts, "plain", 1, False, F32)
+for _experts_held, _tokens in ((2, 1), (256, 1), (256, 4096), (384, 128)):
+    case(f"pairs-e{_experts_held}-t{_tokens}", _pairs, _experts_held, _tokens)
+case("scales-by-group", _scales_by_group)
+case("schedule", _schedule)
 case("routers", _routers)
 case("round_activation", lambda arch: round_activation(empty(8, 4096)))
 case("swiglu", lambda arch: swiglu(empty(8, 4096), limit=10.0))
