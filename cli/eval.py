@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from halocline.engine.evaluation import Evaluation
     from halocline.engine.grading import Exercise
     from halocline.engine.llm import LLM
-    from halocline.engine.loading import PreparedModel
+    from halocline.engine.loading import LoadedModel, PreparedModel
 
 __all__ = ["evaluate"]
 
@@ -70,9 +70,10 @@ def evaluate(
         max_step_tokens=step_tokens,
         prefix_caching=not no_prefix_cache,
     )
-    with LLM(_with_room(prepared, exercises).load()) as llm:
+    loaded = _with_room(prepared, exercises).load()
+    with LLM(loaded) as llm:
         evaluation = run(llm, exercises)
-        facts = _facts(prepared, llm, suite)
+        facts = _facts(loaded, suite)
         measures = _measure_text(prepared, llm) if (suite != "quick" if text is None else text) else {}
     agreement = compare_answers(evaluation.marks, earlier) if earlier is not None else None
     if as_json:
@@ -109,22 +110,22 @@ def _with_room(prepared: PreparedModel, exercises: list[Exercise]) -> PreparedMo
     return prepare_model(dataclasses.replace(prepared.options, max_positions=needed))
 
 
-def _facts(prepared: PreparedModel, llm: LLM, suite: str) -> dict[str, Any]:
+def _facts(loaded: LoadedModel, suite: str) -> dict[str, Any]:
     """What was run, on what."""
     import torch
 
     from halocline import __version__
 
-    chosen = prepared.options
+    config = loaded.engine.config
     return {
-        "model": str(chosen.model),
+        "model": str(loaded.options.model),
         "suite": suite,
-        "recipe": llm.recipe.name,
-        "device": str(llm.kernels.device),
-        "kernels": llm.kernels.digest,
-        "prefix_cache": chosen.prefix_caching,
-        "max_requests": chosen.max_requests,
-        "step_tokens": chosen.max_step_tokens,
+        "recipe": loaded.recipe.name,
+        "device": str(loaded.kernels.device),
+        "kernels": loaded.kernels.digest,
+        "prefix_cache": config.prefix_caching,
+        "max_requests": config.max_requests,
+        "step_tokens": config.max_step_tokens,
         "versions": {"halocline": __version__, "torch": torch.__version__},
     }
 

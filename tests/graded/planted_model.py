@@ -19,6 +19,7 @@ from torch import Tensor
 from halocline.engine import loading
 from halocline.engine.llm import LLM
 from halocline.hal.ops import Ops
+from halocline.hal.ops.moe import Routing
 
 Kernel = Callable[..., Any]
 Plant = Callable[[Mapping[str, Kernel]], Mapping[str, Kernel]]
@@ -42,6 +43,35 @@ def empty_compressed_caches(bound: Mapping[str, Kernel]) -> Mapping[str, Kernel]
         return None
 
     return {"compressor.insert": insert}
+
+
+def no_sink(bound: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
+    """Attention weights sum to one: nothing goes to the sink."""
+
+    def without(name: str) -> Kernel:
+        def attend(*arguments: Any, **options: Any) -> Any:
+            *others, sink_H = arguments
+            return bound[name](*others, torch.full_like(sink_H, -torch.inf), **options)
+
+        return attend
+
+    return {name: without(name) for name in ("attention.sparse_prefill", "attention.sparse_decode")}
+
+
+def sigmoid_routing(bound: Mapping[str, Kernel]) -> Mapping[str, Kernel]:
+    """Experts are chosen and weighed by the sigmoid of their logits, as the generation before this model did."""
+
+    def weigh(logits_TE: Tensor, ids_TK: Tensor, scale: float) -> Routing:
+        chosen_TK = torch.sigmoid(logits_TE.float()).gather(1, ids_TK.long())
+        return Routing(ids_TK.int(), chosen_TK / chosen_TK.sum(-1, keepdim=True) * scale)
+
+    def by_score(logits_TE: Tensor, bias_E: Tensor, *, num_chosen: int, scale: float) -> Routing:
+        return weigh(logits_TE, (torch.sigmoid(logits_TE.float()) + bias_E).topk(num_chosen).indices, scale)
+
+    def by_hash(logits_TE: Tensor, token_ids_T: Tensor, table_VK: Tensor, *, scale: float) -> Routing:
+        return weigh(logits_TE, table_VK[token_ids_T.long()], scale)
+
+    return {"moe.route_by_score": by_score, "moe.route_by_hash": by_hash}
 
 
 @contextmanager

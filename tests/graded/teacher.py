@@ -40,3 +40,7 @@ def read_answers(llm: LLM, suite: Sequence[Exercise]) -> list[Reading]:
 
 def greedy_share(readings: Sequence[Reading]) -> float:
     return sum(reading.is_greedy for reading in readings) / len(readings)
+
+
+def mean_nll(readings: Sequence[Reading]) -> float:
+    return sum(reading.nll for reading in readings) / len(readings)
