@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from halocline.models.parallel import ParallelSizes
     from halocline.models.weight_plan import WeightPlan
 
 __all__ = ["plan_weights"]
@@ -20,23 +22,68 @@ def plan_weights(
     as_json: Annotated[bool, typer.Option("--json", help="Print every tensor as JSON.")] = False,
     summary: Annotated[bool, typer.Option("--summary", help="With --json: totals only.")] = False,
     list_all: Annotated[bool, typer.Option("--all", help="List every tensor.")] = False,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share the heads.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Attention groups, each with its own requests.")] = 1,
+    ep: Annotated[int, typer.Option(min=1, help="Ranks over which whole experts are spread.")] = 1,
 ) -> None:
     """List the tensors of a checkpoint from its configuration alone: names, shapes, types, bytes, splits.
 
-    No weight file is opened, so it also answers for a checkpoint that is not here.
+    No weight file is opened, so it also answers for a checkpoint that is not here. With --tp, --dp or --ep it says what
+    each rank holds.
     """
+    from halocline.models.parallel import ParallelSizes
     from halocline.models.registry import load_config
 
     parsed, family = load_config(config)
     plan = family.plan_weights(parsed)
+    sizes = ParallelSizes(tp=tp, dp=dp, ep=ep)
+    family.check_sizes(parsed, sizes)
+    ranks = _ranks(plan, sizes) if sizes.world > 1 else []
     if as_json:
-        typer.echo(json.dumps(_as_dict(plan, family.model_type, with_tensors=not summary), indent=2))
+        report = _as_dict(plan, family.model_type, with_tensors=not summary)
+        if ranks:
+            report["ranks"] = [
+                {"ranks": list(held.ranks), "nbytes": held.nbytes, "groups": held.groups} for held in ranks
+            ]
+        typer.echo(json.dumps(report, indent=2))
         return
     if list_all and not summary:
         for entry in plan.tensors:
             shape = "x".join(map(str, entry.shape)) or "scalar"
             typer.echo(f"{entry.name}  {shape}  {entry.dtype.value}  {entry.nbytes}  {entry.shard}")
-    _print_summary(plan)
+    _print_summary(plan, ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What some ranks hold, each of them: bytes by group of the plan."""
+
+    ranks: tuple[int, ...]
+    groups: dict[str, int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one of these ranks."""
+        return sum(self.groups.values())
+
+    @property
+    def title(self) -> str:
+        """For a column."""
+        first, last = self.ranks[0], self.ranks[-1]
+        if len(self.ranks) == 1:
+            return f"rank {first}"
+        is_run = last - first + 1 == len(self.ranks)
+        return f"each of ranks {first}-{last}" if is_run else f"each of ranks {', '.join(map(str, self.ranks))}"
+
+
+def _ranks(plan: WeightPlan, sizes: ParallelSizes) -> list[_Held]:
+    """One entry for all ranks that hold as much."""
+    from halocline.models.sharding import bytes_by_rank
+
+    ranks: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, groups in enumerate(bytes_by_rank(plan, sizes)):
+        ranks.setdefault(tuple(groups.items()), []).append(rank)
+    return [_Held(ranks=tuple(same), groups=dict(groups)) for groups, same in ranks.items()]
 
 
 def _groups(plan: WeightPlan) -> dict[str, tuple[int, int]]:
@@ -70,15 +117,15 @@ def _as_dict(plan: WeightPlan, model_type: str, *, with_tensors: bool) -> dict[s
     return out
 
 
-def _print_summary(plan: WeightPlan) -> None:
+def _print_summary(plan: WeightPlan, ranks: list[_Held]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("part")
-    for title in ("tensors", "bytes"):
+    for title in ("tensors", "bytes", *(held.title for held in ranks)):
         table.add_column(title, justify="right")
     for group, (count, size) in _groups(plan).items():
-        table.add_row(group, f"{count:,}", f"{size:,}")
-    table.add_row("total", f"{plan.num_tensors:,}", f"{plan.nbytes:,}")
+        table.add_row(group, f"{count:,}", f"{size:,}", *(f"{held.groups[group]:,}" for held in ranks))
+    table.add_row("total", f"{plan.num_tensors:,}", f"{plan.nbytes:,}", *(f"{held.nbytes:,}" for held in ranks))
     Console(markup=False, highlight=False).print(table)

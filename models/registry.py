@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from halocline.models.checkpoint_match import NameResolver
     from halocline.models.deepseek_v4.config import DeepseekV4Config
     from halocline.models.interface import CausalModel
-    from halocline.models.weight_plan import WeightPlan
+    from halocline.models.parallel import ParallelSizes
+    from halocline.models.weight_plan import Parameter, WeightPlan
     from halocline.models.weight_source import WeightSource
 
 __all__ = ["FAMILIES", "ModelFamily", "family_of", "load_config"]
@@ -33,6 +34,7 @@ class ModelFamily:
         model_type: Value in config.json.
         config: Class with `from_dict(raw, source=...)`.
         plan: Function from a configuration to its `WeightPlan`.
+        split_kinds: Function from a configuration to one parameter of each kind that is split over ranks.
         names: Function that resolves a stored tensor's name; see `checkpoint_match.NameResolver`.
         requests: Function that lists the ops that the network calls, for `halocline.hal.selection.bind`.
         network: Class of the network, built from configuration, recipe, kernels and a weight source.
@@ -41,6 +43,7 @@ class ModelFamily:
     model_type: str
     config: str
     plan: str
+    split_kinds: str
     names: str
     requests: str
     network: str
@@ -52,6 +55,17 @@ class ModelFamily:
     def plan_weights(self, config: DeepseekV4Config) -> WeightPlan:
         """Lists the parameters of a configuration."""
         return cast("Callable[[Any], WeightPlan]", _load(self.plan))(config)
+
+    def check_sizes(self, config: DeepseekV4Config, sizes: ParallelSizes) -> None:
+        """Refuses sizes into which a network cannot be split, before anything is read or started.
+
+        Raises:
+            ConfigError: With the possible sizes.
+        """
+        from halocline.models.sharding import check_sizes
+
+        kinds = cast("Callable[[Any], Sequence[Parameter]]", _load(self.split_kinds))(config)
+        check_sizes(sizes, kinds, num_experts=config.n_routed_experts)
 
     def name_resolver(self) -> NameResolver:
         """The function that resolves stored names."""
@@ -78,6 +92,7 @@ FAMILIES = {
         model_type="deepseek_v4",
         config="halocline.models.deepseek_v4.config:DeepseekV4Config",
         plan="halocline.models.deepseek_v4.weight_plan:plan_weights",
+        split_kinds="halocline.models.deepseek_v4.weight_plan:split_kinds",
         names="halocline.models.deepseek_v4.weights:resolve_name",
         requests="halocline.models.deepseek_v4.requests:kernel_requests",
         network="halocline.models.deepseek_v4.model:DeepseekV4Model",

@@ -6,6 +6,7 @@ loading from files and loading from memory ask the same functions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,12 +16,12 @@ from halocline.hal.errors import ConfigError, lines
 from halocline.hal.formats import WeightFormat
 from halocline.hal.weight_codecs import FP8_BLOCK_SIZE
 from halocline.models.parallel import Parallel, ParallelSizes
-from halocline.models.weight_plan import Parameter, Split, WeightPlan
+from halocline.models.weight_plan import Parameter, Split, WeightPlan, stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["RankPart", "block_of", "check_sizes", "cut_shape", "expert_run"]
+__all__ = ["RankPart", "block_of", "bytes_by_rank", "check_sizes", "cut_shape", "expert_run"]
 
 
 def block_of(weight_format: WeightFormat | None) -> int:
@@ -131,6 +132,28 @@ class RankPart:
     def local_plan(self) -> WeightPlan:
         """The parameters of this rank, with their shapes there."""
         return WeightPlan(parameters=tuple(self.of(p) for p in self.plan.parameters if self.holds(p)))
+
+
+def bytes_by_rank(plan: WeightPlan, sizes: ParallelSizes) -> tuple[dict[str, int], ...]:
+    """Bytes of each rank's part, by group of the plan.
+
+    Slices are equal, so a parameter takes as much on every rank that holds it.
+
+    Raises:
+        ConfigError: If the plan cannot be split so.
+    """
+    part = RankPart(plan=plan, parallel=Parallel(sizes=sizes))
+    everywhere, runs = Counter[str](), [Counter[str]() for _ in range(sizes.ep)]
+    known: dict[object, int] = {}
+    for parameter in plan.parameters:
+        shard = parameter.shard
+        kind = (parameter.shape, parameter.format, parameter.dtype, parameter.scale_fmt, shard.axis, shard.split)
+        if kind not in known:
+            known[kind] = sum(entry.nbytes for entry in stored_tensors(part.of(parameter)))
+        run = None if shard.expert is None else shard.expert * sizes.ep // part.num_experts
+        (everywhere if run is None else runs[run])[parameter.group] += known[kind]
+    places = [Parallel(sizes=sizes, rank=rank) for rank in range(sizes.world)]
+    return tuple(dict(everywhere + runs[place.ep_index]) for place in places)
 
 
 def cut_shape(parameter: Parameter, cut: slice) -> tuple[int, ...]:

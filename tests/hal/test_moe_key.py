@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from halocline.hal.errors import NoKernelError
+from halocline.hal.formats import recipe
 from halocline.hal.inventory import Inventory
 from halocline.hal.op import KernelSpec
 from halocline.hal.overrides import parse_override
@@ -24,6 +25,8 @@ from halocline.hal.profiles import PROFILES
 from halocline.hal.request import KernelRequest
 from halocline.hal.selection import resolve
 from halocline.hal.stages import Policy, reasons_against
+from halocline.models.deepseek_v4.presets import preset
+from halocline.models.deepseek_v4.requests import kernel_requests
 
 A2A = ("none", "all_to_all", "deepep", "mori", "flashinfer")
 RUNNERS = (
@@ -235,3 +238,103 @@ def test_a_named_runner_that_does_not_suit_is_refused(
             inventory=everything_installed,
             policy=Policy(planned=True, overrides=(choice,)),
         )
+
+
+# ---- pure tensor parallelism, from the released models ----------------------------------------------------------
+
+PURE_TP = """
+import dataclasses, json, sys
+sys.path.insert(0, {stubs!r})
+from halocline.hal.backend import load_manifests, specs_of
+from halocline.hal.errors import HaloclineError
+from halocline.hal.formats import recipe
+from halocline.hal.inventory import Inventory, Package
+from halocline.hal.overrides import parse_override
+from halocline.hal.profiles import PROFILES
+from halocline.hal.runtime import load_ops
+from halocline.hal.selection import bind
+from halocline.hal.stages import Policy
+from halocline.models.deepseek_v4.presets import preset
+from halocline.models.deepseek_v4.requests import kernel_requests
+
+model, tp, device, without = sys.argv[1:]
+stub = dict(target="stub_experts:experts", prepare="stub_experts:prepare_experts", status="run")
+specs = [dataclasses.replace(s, **stub) for s in specs_of(load_manifests()) if s.op == "moe.experts"]
+rows = [row for row in json.loads({packages!r}) if row[0] != without]
+packages = [Package(distribution=d, version=v, modules=tuple(m)) for d, v, m in rows]
+choice = parse_override("moe.experts[a2a=none]=flashinfer_mxfp4", source="flag", origin="--kernel", precedence=5)
+try:
+    requests = kernel_requests(preset(model), recipe("served"), tp_size=int(tp))
+    (request,) = (r for r in requests if r.op == "moe.experts")
+    table = bind([request], specs=specs, device=PROFILES[device].device, inventory=Inventory.of(packages),
+                 policy=Policy(overrides=(choice,)))
+    ops = load_ops(table, 0)
+    weights = ops.moe.prepare_experts("gate_up", "down", activation="none")
+    ran = ops.moe.experts("x", "routing", weights, limit=10.0)
+    facts = [request.traits[name] for name in ("a2a", "tp_size", "ep_size", "num_experts", "expert_width")]
+    outcome = [table.find("moe.experts", 0).chosen, facts, ran]
+except HaloclineError as error:
+    outcome = [type(error).__name__, str(error), None]
+print(json.dumps(outcome))
+"""
+Served = tuple[str, str, str, str]
+
+
+@pytest.fixture
+def pure_tp(everything_installed: Inventory, tmp_path: Path) -> Callable[[list[Served]], list[list[object]]]:
+    """Asks for flashinfer_mxfp4 by name for (model, tp, device, package left out), each in a process of its own."""
+    (tmp_path / "stub_experts.py").write_text(STUB)
+    packages = [[p.distribution, p.version, p.modules] for p in everything_installed.packages.values()]
+    script = PURE_TP.format(stubs=str(tmp_path), packages=json.dumps(packages))
+
+    def run(asked: Served) -> list[object]:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", script, *asked], capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0, f"{asked}: {done.stderr}"
+        outcome: list[object] = json.loads(done.stdout)
+        return outcome
+
+    def run_all(asked: list[Served]) -> list[list[object]]:
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            return list(pool.map(run, asked))
+
+    return run_all
+
+
+def test_pure_tensor_parallelism_selects_flashinfer_mxfp4(
+    pure_tp: Callable[[list[Served]], list[list[object]]],
+) -> None:
+    """Every expert on every rank, a part of its width each (sgl-project/sglang#30426)."""
+    released = {"flash": (256, 2048), "pro": (384, 3072)}
+    asked = [(model, tp, device, "") for model in released for tp in "1248" for device in ("sm_90", "sm_100")]
+    for (model, tp, _, _), outcome in zip(asked, pure_tp(asked), strict=True):
+        experts, width = released[model]
+        assert outcome == ["flashinfer_mxfp4", ["none", int(tp), 1, experts, width // int(tp)], CALLED]
+
+
+def test_pure_tensor_parallelism_says_why_not(pure_tp: Callable[[list[Served]], list[list[object]]]) -> None:
+    """Another device, a package that is not there, and a size into which the experts do not divide."""
+    asked = {
+        ("flash", "8", "cpu", ""): ("NoKernelError", "needs sm_90, sm_100 or sm_103, found"),
+        ("flash", "2", "gfx950", ""): ("NoKernelError", "serves nvidia, the device is amd"),
+        ("flash", "4", "sm_90", "flashinfer-python"): ("NoKernelError", "flashinfer-python is not installed"),
+        ("pro", "16", "sm_100", ""): ("ConfigError", "3072 lanes of width in blocks of 128 over 16 ranks"),
+        ("flash", "3", "sm_90", ""): ("ConfigError", "possible sizes: 1, 2, 4, 8\n"),
+    }
+    for (kind, reason), outcome in zip(asked.values(), pure_tp(list(asked)), strict=True):
+        assert outcome[0] == kind
+        assert reason in str(outcome[1])
+
+
+def test_a_rank_asks_for_the_experts_that_it_holds() -> None:
+    """Whole experts go by `ep`, their width by what is left of the world; the router sees all of them."""
+    rows = [((1, 1, 8), 48, 3072), ((2, 1, 1), 384, 1536), ((4, 2, 4), 96, 1536), ((1, 8, 8), 48, 3072)]
+    for (tp, dp, ep), experts, width in rows:
+        requests = kernel_requests(preset("pro"), recipe("served"), tp_size=tp, dp_size=dp, ep_size=ep)
+        found = {r.op: r.traits for r in requests if r.layers is not None}
+        assert (found["moe.experts"]["num_experts"], found["moe.experts"]["expert_width"]) == (experts, width)
+        assert found["moe.route_by_score"]["num_experts"] == 384
+        assert found["attention.sparse_decode"]["num_heads"] == 128 // tp
+        assert found["attention.output"]["num_groups"] == 16 // tp
+        assert found["collective.all_reduce"]["world_size"] == max(tp * dp, ep)

@@ -13,6 +13,8 @@ from halocline.cli.main import main
 from halocline.hal.errors import ConfigError
 from halocline.models.deepseek_v4.presets import FLASH, FLASH_0731, PRESETS, PRO, PRO_0813, TINY
 from halocline.models.deepseek_v4.weight_plan import plan_weights
+from halocline.models.parallel import Parallel, ParallelSizes
+from halocline.models.sharding import RankPart
 from halocline.models.weight_plan import Role, StoredTensor, WeightPlan
 
 SHORT_FLASH = FLASH.replace(num_hidden_layers=4, compress_ratios=(0, 0, 4, 128, 0))
@@ -263,3 +265,45 @@ class TestCommand:
         )
         done = subprocess.run([sys.executable, "-c", code, str(flash)], capture_output=True, text=True, check=True)
         assert done.stdout.splitlines()[-1] == "0 []"
+
+    @pytest.mark.parametrize(
+        ("options", "title", "experts", "attention", "total"),
+        [
+            # 147,169,738,752 bytes of experts over eight ranks; the rest is on each of them.
+            (("--ep", "8"), "each of ranks 0-7", 18_396_217_344, 4_599_478_144, 27_841_231_432),
+            (("--dp", "8", "--ep", "8"), "each of ranks 0-7", 18_396_217_344, 4_599_478_144, 27_841_231_432),
+            # wq_a, wkv, their scales and two norms stay whole in 43 layers: 270,681,216 bytes of the attention.
+            (("--tp", "2"), "each of ranks 0-1", 73_584_869_376, 2_435_079_680, 80_485_863_496),
+        ],
+    )
+    def test_bytes_of_a_rank(
+        self, flash: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], title: str, experts: int,
+        attention: int, total: int,
+    ) -> None:  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main(["plan-weights", str(flash), *options])
+        assert ended.value.code == 0
+        out = capsys.readouterr().out.splitlines()
+        assert out[0].rstrip().endswith(title)
+        rows = {line[:24].strip(): line.split()[-1] for line in out[1:]}
+        assert rows["routed experts"] == f"{experts:,}"
+        assert rows["attention"] == f"{attention:,}"
+        assert rows["total"] == f"{total:,}"
+
+    def test_bytes_of_every_rank_as_json(self, flash: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit):
+            main(["plan-weights", str(flash), "--tp", "2", "--ep", "4", "--json", "--summary"])
+        (held,) = json.loads(capsys.readouterr().out)["ranks"]
+        assert held["ranks"] == [0, 1, 2, 3]
+        assert sum(held["groups"].values()) == held["nbytes"]
+        parts = [
+            RankPart(plan=plan_weights(FLASH), parallel=Parallel(sizes=ParallelSizes(tp=2, ep=4), rank=rank))
+            for rank in (0, 3)
+        ]
+        assert [part.local_plan.nbytes for part in parts] == [held["nbytes"]] * 2
+
+    def test_sizes_that_cannot_be(self, flash: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["plan-weights", str(flash), "--tp", "3"])
+        assert ended.value.code == 2
+        assert "possible sizes: 1, 2, 4, 8" in capsys.readouterr().err
