@@ -278,6 +278,16 @@ def _speed(kernels: Sequence[str]) -> Callable[[Sequence[Row]], tuple[bool | Non
     return judge
 
 
+def _made(rows: Sequence[Row]) -> tuple[bool | None, str]:
+    found, broken = find(rows, "made.generated"), _errors(rows, "made")
+    if not found:
+        return None, str(broken[-1]["value"])[:100] if broken else ""
+    times = find(rows, "made.seconds_in_all")
+    said = [f"{row['params']['preset']}, {row['params']['layers']} layers: {row['value']} s" for row in times]
+    presets = {row["params"]["preset"] for row in found}
+    return {"flash", "pro"} <= presets and not broken, "; ".join(said)
+
+
 def _wheel(rows: Sequence[Row]) -> tuple[bool | None, str]:
     found, broken = find(rows, "wheel.command"), _errors(rows, "wheel")
     if not found:
@@ -312,6 +322,7 @@ CRITERIA = (
     Criterion(line="the larger model's layers: decode and prefill", judge=_pro),
     Criterion(line="nothing compiled or imported once ready, default kernels", judge=_ready("default")),
     Criterion(line="nothing compiled or imported once ready, portable kernels", judge=_ready("portable")),
+    Criterion(line="make-model --on-device: full-width layers of both models load and generate", judge=_made),
     Criterion(line="explain on the machine: every op bound, libraries shown", judge=_explain),
     Criterion(line="every override of every op runs", judge=_overrides),
     Criterion(line="compare mode inside a generation", judge=_compare),

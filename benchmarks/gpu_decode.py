@@ -12,8 +12,9 @@ import torch
 from halocline.benchmarks import device_clock
 from halocline.benchmarks.decode_step import DecodeStep, distinct_experts, random_model
 from halocline.benchmarks.gpu_engine import kernel_flags
-from halocline.benchmarks.roofline import STEP_PEERS, cut, decode_step, prefill_rate
+from halocline.benchmarks.roofline import STEP_PEERS, decode_step, prefill_rate
 from halocline.benchmarks.roofline import distinct_experts as expected_experts
+from halocline.models.deepseek_v4.presets import first_layers
 
 if TYPE_CHECKING:
     from halocline.benchmarks.gpu_rows import Rows
@@ -34,7 +35,7 @@ def decode(rows: Rows, options: argparse.Namespace) -> None:
 def _model_of(options: argparse.Namespace) -> tuple[str, DeepseekV4Config]:
     sizes = options.sizes
     layers = options.layers or {"flash": sizes.layers, "pro": sizes.pro_layers}[options.preset]
-    config = cut(getattr(sizes, options.preset), layers)
+    config = first_layers(getattr(sizes, options.preset), layers)
     if options.warm:  # a layer of each kind has every shape, so that they suffice to compile
         kinds = tuple(dict.fromkeys(config.compress_ratios))
         config = config.replace(num_hidden_layers=len(kinds), compress_ratios=kinds, num_hash_layers=1)

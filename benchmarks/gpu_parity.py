@@ -110,7 +110,7 @@ def _fault(result: ParityResult) -> str:
 def generation(rows: Rows, options: argparse.Namespace) -> None:
     """Compare mode inside a generation: every portable kernel, then each other kernel of the default choice."""
     bench = workbench()
-    flags = ("*=compare(triton,reference)", "sampling.sample=triton") if bench.device.is_gpu else ()
+    flags: tuple[str, ...] = ("*=compare(triton,reference)", "sampling.sample=triton") if bench.device.is_gpu else ()
     with rows.guard("parity.generation", kernels="portable"):
         _compared(rows, options, flags, kernels="portable")
     if not bench.device.is_gpu:

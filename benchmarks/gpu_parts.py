@@ -26,6 +26,7 @@ MODULES = {
     "ready": "gpu_ready",
     "overrides": "gpu_ready",
     "explained": "gpu_ready",
+    "made": "gpu_ready",
     "start": "gpu_start",
     "start_child": "gpu_start",
     "sanitizer": "gpu_tools",

@@ -206,6 +206,22 @@ PARTS = (
         gib=6,
     ),
     Part(
+        name="made-flash",
+        command=("made", "--preset", "flash", "--layers", "2"),
+        proves="make-model --on-device writes full-width layers in seconds, and they load",
+        call=2,
+        seconds=150,
+        gib=16,
+    ),
+    Part(
+        name="made-pro",
+        command=("made", "--preset", "pro", "--layers", "1"),
+        proves="the same for the larger model",
+        call=2,
+        seconds=200,
+        gib=30,
+    ),
+    Part(
         name="wheel",
         command=("wheel",),
         proves="the wheel installs in an empty environment and runs",

@@ -1,4 +1,4 @@
-"""Parts of a GPU session about a running engine: nothing is compiled once it is ready, and every override runs."""
+"""Parts of a GPU session about a running engine: it is ready when it says so, and takes every override and preset."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import argparse
 import json
 import subprocess
 import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from halocline.benchmarks.gpu_engine import GpuModel
     from halocline.benchmarks.gpu_rows import Rows
 
-__all__ = ["explained", "overrides", "ready"]
+__all__ = ["explained", "made", "overrides", "ready"]
 
 _SHOWN = 40
 
@@ -89,6 +92,28 @@ def overrides(rows: Rows, options: argparse.Namespace) -> None:
 def _short(options: argparse.Namespace, flags: tuple[str, ...]) -> list[list[int]]:
     model = load_model(options.model, flags, max_requests=4, max_positions=1024, max_step_tokens=512)
     return model.generate(prompts()[:3], max_tokens=4)
+
+
+def made(rows: Rows, options: argparse.Namespace) -> None:
+    """`halocline make-model --on-device` writes a released model's first layers, which then load and generate."""
+    preset, layers = ("vendor-tiny", 3) if options.tiny else (options.preset, options.layers or 2)
+    params = {"preset": preset, "layers": layers}
+    with rows.guard("made", **params), TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        command = [sys.executable, "-m", "halocline", "make-model", str(folder), "--on-device", "--preset", preset]
+        start = time.perf_counter()
+        done = subprocess.run(
+            [*command, "--layers", str(layers)], capture_output=True, text=True, check=False, timeout=300
+        )
+        seconds = time.perf_counter() - start
+        if done.returncode != 0:
+            raise RuntimeError(f"make-model ended with {done.returncode}: {done.stderr[-500:]}")
+        rows.add("made.seconds_in_all", round(seconds, 1), "s", params={**params, "said": done.stdout[-200:]})
+        start = time.perf_counter()
+        model = load_model(folder, kernel_flags("default"), max_requests=2, max_positions=1024, max_step_tokens=512)
+        rows.add("made.loaded", round(time.perf_counter() - start, 1), "s", params=params)
+        found = model.generate(prompts()[:2], max_tokens=4)
+        rows.add("made.generated", [len(ids) for ids in found], "tokens", params=params)
 
 
 def explained(rows: Rows, _options: argparse.Namespace) -> None:

@@ -92,17 +92,17 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
     from halocline.benchmarks import device_clock
     from halocline.benchmarks.decode_step import random_model
     from halocline.benchmarks.gpu_engine import kernel_flags
-    from halocline.benchmarks.roofline import cut
     from halocline.engine.config import EngineConfig
     from halocline.engine.engine import Engine
     from halocline.engine.sampler import Sampler
     from halocline.hal.backend import load_backend, load_manifests
     from halocline.hal.runtime import load_ops
+    from halocline.models.deepseek_v4.presets import first_layers
 
     laps.lap("import the engine")
     layers = options.layers or options.sizes.deep_layers
     network, table = random_model(
-        cut(options.sizes.flash, layers), kernel_flags(options.sets[0]), max_positions=_POSITIONS
+        first_layers(options.sizes.flash, layers), kernel_flags(options.sets[0]), max_positions=_POSITIONS
     )
     device_clock.settle()
     laps.lap("kernels and weights")

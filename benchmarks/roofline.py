@@ -16,18 +16,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from halocline.models.deepseek_v4.config import DeepseekV4Config
-from halocline.models.deepseek_v4.presets import FLASH, preset
+from halocline.models.deepseek_v4.presets import FLASH, first_layers, preset
 
 __all__ = [
     "H200",
-    "PREFILL_PEERS",
     "STEP_PEERS",
     "Kernel",
     "Peer",
     "Rates",
     "Step",
     "Totals",
-    "cut",
     "decode_step",
     "distinct_experts",
     "gemm_seconds",
@@ -106,7 +104,6 @@ STEP_PEERS = (
         prefill=0.32,
     ),
 )
-PREFILL_PEERS = {peer.name: peer.prefill for peer in STEP_PEERS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,18 +155,6 @@ class Totals:
     parameters: int
     active: int
     resident_bytes: float
-
-
-def cut(config: DeepseekV4Config, layers: int) -> DeepseekV4Config:
-    """The same model with its first layers only, and without draft layers."""
-    kept = min(layers, config.num_hidden_layers)
-    return config.replace(
-        num_hidden_layers=kept,
-        compress_ratios=config.compress_ratios[:kept],
-        num_hash_layers=min(config.num_hash_layers, kept),
-        num_nextn_predict_layers=0,
-        dspark=None,
-    )
 
 
 def distinct_experts(config: DeepseekV4Config, tokens: int) -> float:
@@ -339,7 +324,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--fp8", type=float, default=H200.fp8 / 1e12, help="TFLOP/s")
     options = parser.parse_args(list(arguments))
     rates = Rates(bandwidth=options.bandwidth * 1e12, bf16=options.bf16 * 1e12, fp8=options.fp8 * 1e12, node=H200.node)
-    config = cut(preset(options.model), options.layers)
+    config = first_layers(preset(options.model), options.layers)
     size = totals(config)
     write = sys.stdout.write
     write(

@@ -90,14 +90,14 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, total_b
 
 
 def encode_parameter(parameter: Parameter, value: Tensor) -> dict[str, Tensor]:
-    """Stores a parameter in its planned format.
+    """Stores a parameter in its planned format, quantised on the device where its value is.
 
     Args:
         parameter: From the plan.
         value: Floats of its logical shape, or integers for an index table.
 
     Returns:
-        Tensors as stored, by the names of `weight_plan.stored_tensors`.
+        Tensors as stored, on the host, by the names of `weight_plan.stored_tensors`.
 
     Raises:
         CheckpointError: If the value has another shape.
@@ -105,7 +105,10 @@ def encode_parameter(parameter: Parameter, value: Tensor) -> dict[str, Tensor]:
     p = parameter
     if tuple(value.shape) != p.shape:
         raise CheckpointError(f"{p.name}: a value of shape {list(value.shape)}, expected {list(p.shape)}")
-    value = value.detach().cpu()
+    return {name: tensor.cpu() for name, tensor in _stored(p, value.detach()).items()}
+
+
+def _stored(p: Parameter, value: Tensor) -> dict[str, Tensor]:
     if p.role is not Role.MATRIX or p.format in (WeightFormat.FLOAT32, WeightFormat.BFLOAT16):
         return {p.name: value.to(_TORCH_TYPES[p.dtype])}
     assert p.format is not None

@@ -42,6 +42,7 @@ def make_checkpoint(
     num_shards: int = 1,
     dialect: Dialect = "release",
     force: bool = False,
+    device: str = "cpu",
 ) -> None:
     """Writes a complete checkpoint with random weights and a byte-level tokenizer.
 
@@ -52,6 +53,7 @@ def make_checkpoint(
         num_shards: Weight files.
         dialect: Names of tensors and of config.json. Transformers' dialect has no draft layers.
         force: Write over what is in the folder.
+        device: Where values are drawn and quantised, in torch's words. Kinds of device draw different numbers.
 
     Raises:
         CheckpointError: If the folder is not empty and `force` was not given.
@@ -59,7 +61,7 @@ def make_checkpoint(
     """
     files = tokenizer_files(config)
     written = config.without_draft() if dialect == "transformers" else config
-    weights = RandomWeights(written, seed=seed)
+    weights = RandomWeights(written, seed=seed, device=device)
     write_checkpoint(folder, written, weights, num_shards=num_shards, dialect=dialect, force=force)
     for name, content in files.items():
         write_json(Path(folder) / name, content)
@@ -164,17 +166,17 @@ class RandomWeights(Mapping[str, Tensor]):
         plan: The parameters.
     """
 
-    def __init__(self, config: DeepseekV4Config, *, seed: int) -> None:
-        self._config, self._seed = config, seed
+    def __init__(self, config: DeepseekV4Config, *, seed: int, device: str = "cpu") -> None:
+        self._config, self._seed, self._device = config, seed, device
         self.plan = plan_weights(config)
 
     def __getitem__(self, name: str) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         parameter = self.plan.by_name[name]
         if parameter.role is Role.INDEX:
             return self._distinct_experts(parameter, generator)
-        values = torch.randn(parameter.shape, generator=generator)
+        values = torch.randn(parameter.shape, generator=generator, device=self._device)
         offset, spread = self._distribution(parameter)
         return offset + spread * values
 
@@ -186,7 +188,7 @@ class RandomWeights(Mapping[str, Tensor]):
 
     def _distinct_experts(self, parameter: Parameter, generator: torch.Generator) -> Tensor:
         tokens, chosen = parameter.shape
-        order = torch.rand((tokens, self._config.n_routed_experts), generator=generator)
+        order = torch.rand((tokens, self._config.n_routed_experts), generator=generator, device=self._device)
         return order.argsort(dim=1)[:, :chosen].contiguous()
 
     def _distribution(self, parameter: Parameter) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from halocline.hal.errors import ConfigError
 from halocline.models.deepseek_v4.config import DeepseekV4Config, DsparkConfig, Quantization, YarnScaling
 
-__all__ = ["PRESETS", "preset"]
+__all__ = ["PRESETS", "first_layers", "preset"]
 
 _RELEASE_YARN = YarnScaling(factor=16, beta_fast=32, beta_slow=1, original_max_position_embeddings=65536)
 
@@ -126,3 +126,15 @@ def preset(name: str) -> DeepseekV4Config:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
     return PRESETS[name]
+
+
+def first_layers(config: DeepseekV4Config, layers: int) -> DeepseekV4Config:
+    """The same model with its first layers only, and without draft layers; all of them if it has no more."""
+    kept = min(layers, config.num_hidden_layers)
+    return config.replace(
+        num_hidden_layers=kept,
+        compress_ratios=config.compress_ratios[:kept],
+        num_hash_layers=min(config.num_hash_layers, kept),
+        num_nextn_predict_layers=0,
+        dspark=None,
+    )

@@ -185,6 +185,13 @@ def test_nothing_is_compiled_or_imported_once_ready(run: Callable[..., list[dict
 
 
 @pytest.mark.slow
+def test_a_model_made_on_the_device_loads_and_generates(run: Callable[..., list[dict[str, Any]]]) -> None:
+    rows = run("made")
+    assert named(rows, "made.generated")[0]["value"] == [4, 4]
+    assert "drawn on" in named(rows, "made.seconds_in_all")[0]["params"]["said"]
+
+
+@pytest.mark.slow
 def test_a_start_says_where_its_time_goes(run: Callable[..., list[dict[str, Any]]]) -> None:
     rows = run("start", "--caches", "warm", "--layers", "2")
     (where,), (first,) = named(rows, "start.where"), named(rows, "start.first_token")

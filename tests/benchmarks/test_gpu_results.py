@@ -63,6 +63,9 @@ def good() -> list[dict[str, Any]]:
         rows += [
             row(f"ready.{what}", 0, what, kernels=kernels, first=[]) for what in ("kernels", "modules", "programs")
         ]
+    for preset in ("flash", "pro"):
+        rows += [row("made.generated", [4, 4], "tokens", preset=preset, layers=2)]
+        rows += [row("made.seconds_in_all", 9.0, "s", preset=preset, layers=2)]
     rows += [row("explain.bound", {"gemm.linear": "deep_gemm"}, "kernels", unbound=[])]
     rows += [row("override.ran", 1.0, "share", op="gemm.linear", kernel="triton", is_reference=False)]
     rows += [row("parity.calls", 100, "calls", kernels="portable")]
@@ -110,7 +113,7 @@ BAD = [
     ("against float32", cosine("float32", 0.9)),
     ("graphs equal eager", row("graph.apart", 1, "of 50", kernels="default", what="changing lengths")),
     ("graphs equal eager", row("graph.neighbour", False, "bool", kernels="default")),
-    ("device tests", row("tests.counts", {"executed": 9, "failed": 1, "skipped": 0}, "tests", paths=["a"], failed=["t"])),
+    ("device tests", row("tests.counts", {"executed": 9, "failed": 1}, "tests", paths=["a"], failed=["t"])),
     ("device tests", row("tests.counts", {"executed": 0, "failed": 0, "skipped": 9}, "tests", paths=["a"], failed=[])),
     ("batch 1: at least 30%", step(1, 0.299)),
     ("batch 8: at least 45%", step(8, 0.44)),
@@ -124,6 +127,7 @@ BAD = [
     ("once ready, portable", row("ready.kernels", 2, "kernels", kernels="portable", first=["x"])),
     ("explain on", row("explain.bound", {"gemm.linear": "reference"}, "kernels", unbound=[])),
     ("explain on", row("explain.bound", {"gemm.linear": None}, "kernels", unbound=["gemm.linear"])),
+    ("make-model", row("made", "RuntimeError", "error", preset="pro", layers=1)),
     ("every override", row("override", "ValueError", "error", op="gemm.linear", kernel="triton", is_reference=False)),
     ("compare mode", row("parity.generation", "ValueError", "error", kernels="triton")),
     ("memcheck", row("sanitizer.errors", 2, "errors", tool="memcheck", ops=["a"])),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from halocline.benchmarks import roofline
-from halocline.benchmarks.roofline import H200, cut, decode_step, distinct_experts, prefill_rate, totals
-from halocline.models.deepseek_v4.presets import FLASH, PRO, TINY
+from halocline.benchmarks.roofline import H200, decode_step, distinct_experts, prefill_rate, totals
+from halocline.models.deepseek_v4.presets import FLASH, PRO, TINY, first_layers
 
-EIGHT = cut(FLASH, 8)
+EIGHT = first_layers(FLASH, 8)
 
 
 @pytest.mark.parametrize(("batch", "milliseconds"), [(1, 0.73), (8, 1.69), (32, 3.99), (128, 6.76)])
@@ -57,7 +57,7 @@ def test_a_short_context_limits_what_is_read() -> None:
 
 def test_a_small_kernel_takes_as_long_as_its_nodes() -> None:
     """A step of the tiny model moves next to nothing: its serial roof is one microsecond for each node."""
-    step = decode_step(cut(TINY, 2), batch=1, context=16)
+    step = decode_step(first_layers(TINY, 2), batch=1, context=16)
     assert step.serial == pytest.approx(step.nodes * 1e-6, rel=1e-6)
     assert step.ideal < step.serial
 
@@ -79,7 +79,7 @@ def test_single_kernels_by_hand() -> None:
 def test_a_cut_model_has_no_draft_layers_and_its_first_layers() -> None:
     assert EIGHT.main_ratios == (0, 0, 4, 128, 4, 128, 4, 128)
     assert EIGHT.num_mtp_layers == 0
-    assert cut(FLASH, 2).num_hash_layers == 2
+    assert first_layers(FLASH, 2).num_hash_layers == 2
 
 
 def test_the_table_has_a_row_for_each_batch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,3 +198,14 @@ class TestRandomWeights:
         assert torch.equal(first, again)
         assert not torch.equal(first, RandomWeights(TINY, seed=2)[name])
         assert not torch.equal(first, RandomWeights(TINY, seed=1)["layers.1.attn.wkv.weight"])
+
+
+def test_the_first_layers_of_a_preset_drawn_on_this_machines_device(tmp_path: Path) -> None:
+    """Draft layers are left out; on a CPU the numbers are those of the same seed without the option."""
+    assert run(tmp_path / "a", "--preset", "tiny", "--layers", "3", "--on-device") == 0
+    assert run(tmp_path / "b", "--preset", "tiny", "--layers", "3") == 0
+    config = DeepseekV4Config.from_file(tmp_path / "a")
+    assert (config.compress_ratios, config.num_mtp_layers) == ((0, 4, 128), 0)
+    if not torch.cuda.is_available():
+        assert content(tmp_path / "a") == content(tmp_path / "b")
+    assert Checkpoint.open(tmp_path / "a").nbytes == Checkpoint.open(tmp_path / "b").nbytes
