@@ -38,11 +38,12 @@ def all_gather_torch(x_TD: Tensor, group: ProcessGroup, *, axis: Literal[0, -1] 
     """See the contract."""
     if group.size == 1:
         return x_TD
-    rows: Tensor = x_TD.new_empty((group.size * x_TD.shape[0], *x_TD.shape[1:]))
+    rows = x_TD.new_empty((group.size * x_TD.shape[0], *x_TD.shape[1:]))
     _gather_rows(rows, x_TD.contiguous(), group.handle)
     if axis == 0:
         return rows
-    return rows.unflatten(0, (group.size, x_TD.shape[0])).movedim(0, -2).flatten(-2)
+    lanes: Tensor = rows.unflatten(0, (group.size, x_TD.shape[0])).movedim(0, -2).flatten(-2)
+    return lanes
 
 
 def _gather_rows(rows: Tensor, mine: Tensor, handle: Handle | None) -> None:

@@ -6,10 +6,10 @@ started torch.distributed before that; which library then moves the bytes follow
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from halocline.hal.errors import MachineError, lines
 
@@ -74,7 +74,8 @@ def open_group(
             )
         )
     backend = dist.get_default_backend_for_device(torch.device(device))
-    handles = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
+    new_group = cast("Callable[..., object]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
+    handles = [new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
     handle = next(handle for handle, ranks in zip(handles, partition, strict=True) if rank in ranks)
     assert isinstance(handle, dist.ProcessGroup)
     return TorchGroup(len(mine), mine.index(rank), handle)
