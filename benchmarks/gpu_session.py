@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from halocline.benchmarks.fetch_wheels import unpack
-from halocline.benchmarks.gpu_plan import CALLS, PARTS, Part, chosen_parts
+from halocline.benchmarks.gpu_plan import CALLS, Part, chosen_parts
 from halocline.benchmarks.gpu_rows import Rows, commit_here, read_rows
+from halocline.benchmarks.gpu_tables import plan_table
 from halocline.hal.probe import probe
 from halocline.hal.settings import process_settings
 
@@ -210,7 +211,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"gpu: {error}\n")
         return 2
     if options.list:
-        _list(parts)
+        sys.stdout.write(plan_table(parts))
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "rows.jsonl"
@@ -306,15 +307,3 @@ def matrix_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         },
         "benchmarks": {name: int(end != "done") for name, end in ends.items() if not end.startswith("lacks ")},
     }
-
-
-def _list(parts: Sequence[Part]) -> None:
-    for part in parts:
-        how = "alone" if part.alone else f"{part.gib} GiB"
-        sys.stdout.write(f"{part.call}  {part.name:20s} {part.seconds:4d} s  {how:8s} {part.proves}\n")
-    for call in CALLS:
-        own = [part for part in PARTS if part.call == call and part in parts]
-        checks = max((part.seconds for part in own if not part.alone), default=0)
-        alone = sum(part.seconds for part in own if part.alone)
-        if own:
-            sys.stdout.write(f"call {call}: {checks} s side by side at most, {alone} s in turn\n")

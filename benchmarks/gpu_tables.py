@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from halocline.benchmarks.gpu_criteria import Verdict, find
+from halocline.benchmarks.gpu_plan import Part
 from halocline.benchmarks.roofline import STEP_PEERS
 
-__all__ = ["table", "tables", "verdict_lines"]
+__all__ = ["plan_table", "table", "tables", "verdict_lines"]
 
 Row = dict[str, Any]
 
@@ -21,6 +22,21 @@ def table(heads: Sequence[str], body: Sequence[Sequence[object]]) -> str:
         return ""
     rows = [[str(cell) for cell in row] for row in (heads, ["---"] * len(heads), *body)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def plan_table(parts: Sequence[Part]) -> str:
+    """What a session consists of, and what each call takes at most. It stands in docs/benchmarks.md, too."""
+    body = [
+        (part.call, f"`{part.name}`", part.seconds, "alone" if part.alone else f"{part.gib} GiB", part.proves)
+        for part in parts
+    ]
+    text = table(("call", "part", "seconds", "beside others", "what it shows"), body) + "\n"
+    for call in dict.fromkeys(part.call for part in parts):
+        own = [part for part in parts if part.call == call]
+        checks = max((part.seconds for part in own if not part.alone), default=0)
+        alone = sum(part.seconds for part in own if part.alone)
+        text += f"Call {call}: {checks} s side by side at most, {alone} s in turn.\n"
+    return text
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> str:

@@ -15,6 +15,7 @@ from halocline.benchmarks.gpu_parts import MODULES, parse
 from halocline.benchmarks.gpu_plan import CALLS, PARTS, Part, chosen_parts
 from halocline.benchmarks.gpu_rows import Rows, read_rows
 from halocline.benchmarks.gpu_session import Session, done_parts
+from halocline.benchmarks.gpu_tables import plan_table
 
 # Stands for a part: notes when it begins and ends, and does as its first word says.
 PROGRAM = """
@@ -256,5 +257,12 @@ def test_a_failure_inside_a_part_becomes_a_row(tmp_path: Path) -> None:
 def test_list_says_what_there_is(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_session.main(["--list", "--calls", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:-1]] == [one.name for one in PARTS if one.call == 3]
-    assert lines[-1].startswith("call 3: ")
+    assert [line.split()[3] for line in lines[2:-2]] == [f"`{one.name}`" for one in PARTS if one.call == 3]
+    assert lines[-1].startswith("Call 3: ")
+
+
+def test_the_run_book_holds_the_plan() -> None:
+    """`./dev gpu --list` prints what belongs between the marks."""
+    text = (Path(gpu_session.__file__).resolve().parent.parent / "docs" / "benchmarks.md").read_text()
+    _, _, rest = text.partition("<!-- parts: begin -->\n")
+    assert rest.partition("<!-- parts: end -->")[0].strip() == plan_table(PARTS).strip()
