@@ -18,7 +18,7 @@ from halocline.kernels_portable.number_codes import (
     scale_exponent,
     split_float32,
 )
-from halocline.kernels_portable.rotary import rotate_pairs
+from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
 __all__ = ["prepare_index_query"]
 
@@ -38,7 +38,8 @@ def _index_query_kernel(
     q = tl.load(q_ptr + token * q_stride + offsets, mask=present[:, None], other=0.0).to(tl.float32)
     weights = tl.load(weights_ptr + token * weights_stride + heads, mask=present, other=0.0).to(tl.float32) * factor
     positions = tl.zeros((HEADS,), tl.int32) + tl.maximum(tl.load(positions_ptr + token), 0)
-    q = rotate_pairs(q, positions, table_ptr, WIDTH - ROPE, ROPE, False, HEADS, WIDTH)
+    cos, sin = pair_turns(positions, table_ptr, WIDTH - ROPE, ROPE, WIDTH)
+    q = turn_pairs(q, cos, sin, False, HEADS, WIDTH)
     signs = hadamard_signs(WIDTH).to(tl.bfloat16)
     if ROUNDING == "none":
         high, middle, low = split_float32(q)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halocline.kernels_portable.number_codes import power_of_two
 from halocline.kernels_portable.quantize_activation import GROUP, ScaleOrder, empty_scales, group_codes, stride_of
-from halocline.kernels_portable.rotary import rotate_pairs
+from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
 __all__ = ["rotate_back", "rotate_back_and_quantize"]
 
@@ -31,7 +31,8 @@ def _rotate_back_kernel(
     offsets = heads[:, None] * WIDTH + lanes[None, :]
     x = tl.load(x_ptr + token * x_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     positions = tl.zeros((HEADS,), tl.int32) + tl.maximum(tl.load(positions_ptr + token), 0)
-    x = rotate_pairs(x, positions, table_ptr, WIDTH - ROPE, ROPE, True, HEADS, LANES).to(x_ptr.dtype.element_ty)
+    cos, sin = pair_turns(positions, table_ptr, WIDTH - ROPE, ROPE, LANES)
+    x = turn_pairs(x, cos, sin, True, HEADS, LANES).to(x_ptr.dtype.element_ty)
     out = out_ptr + token * num_heads * WIDTH + offsets
     if CODES:
         GROUPS: tl.constexpr = LANES // 128

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halocline.kernels_portable.rotary import rotate_pairs
+from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
 __all__ = ["query_norm_rope"]
 
@@ -25,10 +25,11 @@ def _query_norm_rope_kernel(
     inside = (heads < num_heads)[:, None] & (lanes < WIDTH)[None, :]
     offsets = heads[:, None] * WIDTH + lanes[None, :]
     position = tl.maximum(tl.load(positions_ptr + token), 0)
+    positions = tl.zeros((HEADS,), tl.int32) + position
+    cos, sin = pair_turns(positions, table_ptr, WIDTH - ROPE, ROPE, LANES)
     q = tl.load(q_ptr + token * q_stride + offsets, mask=inside, other=0.0).to(tl.float32)
     q = q * tl.rsqrt(tl.sum(q * q, axis=1) / WIDTH + eps)[:, None]
-    positions = tl.zeros((HEADS,), tl.int32) + position
-    q = rotate_pairs(q, positions, table_ptr, WIDTH - ROPE, ROPE, False, HEADS, LANES)
+    q = turn_pairs(q, cos, sin, False, HEADS, LANES)
     out = out_ptr + token * num_heads * WIDTH + offsets
     tl.store(out, q.to(out_ptr.dtype.element_ty), mask=inside)
 

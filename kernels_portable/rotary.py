@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["pair_turns", "rotate_pairs", "swap_pairs", "turn_pairs"]
+__all__ = ["pair_turns", "swap_pairs", "turn_pairs"]
 
 
 @triton.jit
@@ -40,13 +40,3 @@ def turn_pairs(x, cos, sin, INVERSE: tl.constexpr, ROWS: tl.constexpr, LANES: tl
     in_pair = tl.arange(0, LANES)[None, :] & 1
     forwards = (in_pair == 0) if INVERSE else (in_pair == 1)
     return x * cos + partner * tl.where(forwards, sin, -sin)
-
-
-@triton.jit
-def rotate_pairs(
-    x, positions, table_ptr, FIRST: tl.constexpr, ROPE: tl.constexpr, INVERSE: tl.constexpr,
-    ROWS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Rotates lanes [FIRST, FIRST + ROPE) of a float32 (ROWS, LANES) tile; the other lanes stay."""
-    cos, sin = pair_turns(positions, table_ptr, FIRST, ROPE, LANES)
-    return turn_pairs(x, cos, sin, INVERSE, ROWS, LANES)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from halocline.kernels_portable.page_rows import PageLayout, row_constants, store_rows
-from halocline.kernels_portable.rotary import rotate_pairs
+from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
 __all__ = ["insert_window"]
 
@@ -24,10 +24,11 @@ def _insert_window_kernel(
     lanes = tl.arange(0, LANES)[None, :]
     inside = stored[:, None] & (lanes < WIDTH)
     position = tl.maximum(tl.load(positions_ptr + row), 0)
+    cos, sin = pair_turns(position, table_ptr, WIDTH - ROPE, ROPE, LANES)
     kv = tl.load(kv_ptr + row[:, None] * kv_stride + lanes, mask=inside, other=0.0).to(tl.float32)
     gain = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
     kv = kv * tl.rsqrt(tl.sum(kv * kv, axis=1) / WIDTH + eps)[:, None] * gain
-    kv = rotate_pairs(kv, position, table_ptr, WIDTH - ROPE, ROPE, False, 1, LANES)
+    kv = turn_pairs(kv, cos, sin, False, 1, LANES)
     kv = kv.to(kv_ptr.dtype.element_ty).to(tl.float32)
     store_rows(pages_ptr, slot, stored, kv, WIDTH, ROPE, FORMAT, PAGE_ROWS, PAGE_STRIDE, FNUZ, 1, LANES)
 
