@@ -29,11 +29,13 @@ from halocline.models.deepseek_v4.presets import TINY
 from halocline.models.deepseek_v4.weight_plan import plan_weights
 from halocline.models.parallel import SINGLE, Parallel, ParallelSizes, make_parallel
 from halocline.models.sharding import RankPart
-from halocline.models.weight_source import MappingSource
+from halocline.models.weight_source import MappingSource, WeightSource
 
 ROOT = Path(__file__).resolve().parents[2]
 # Divides by four in every direction: 8 heads, 4 groups, 200 vocabulary rows, width 32 stored plainly.
 FOURS = TINY.replace(o_groups=4, vocab_size=200).unquantized("float32")
+# The same in the formats of a release: every part of four is whole blocks of 128.
+BLOCKS = TINY.replace(o_groups=4, o_lora_rank=128, moe_intermediate_size=512, hidden_size=128)
 
 Call = tuple[str, tuple[int, ...], str, int]
 
@@ -83,20 +85,21 @@ def logged_ops(calls: list[Call]) -> Ops:
 
 
 def build(parallel: Parallel, ops: Ops, folder: str | None) -> DeepseekV4Model:
-    """The graded model, or the tiny one with random weights."""
-    if folder is not None:
-        checkpoint = Checkpoint.open(folder)
-        with CheckpointSource(checkpoint, parallel=parallel) as source:
-            model = network(checkpoint.config, ops, source, parallel)
-            source.finish()
-        return model
-    weights = dict(RandomWeights(FOURS, seed=7))
-    part = RankPart(plan=plan_weights(FOURS), parallel=parallel)
-    return network(FOURS, ops, MappingSource(tensors=weights, part=part), parallel)
+    """The model of a folder, or the tiny one with random weights."""
 
+    def network(config: DeepseekV4Config, source: WeightSource) -> DeepseekV4Model:
+        return DeepseekV4Model(
+            config, recipe("float32"), lambda layer: ops, source, max_positions=512, parallel=parallel
+        )
 
-def network(config: DeepseekV4Config, ops: Ops, source: Any, parallel: Parallel) -> DeepseekV4Model:
-    return DeepseekV4Model(config, recipe("float32"), lambda layer: ops, source, max_positions=512, parallel=parallel)
+    if folder is None:
+        part = RankPart(plan=plan_weights(FOURS), parallel=parallel)
+        return network(FOURS, MappingSource(tensors=dict(RandomWeights(FOURS, seed=7)), part=part))
+    checkpoint = Checkpoint.open(folder)
+    with CheckpointSource(checkpoint, parallel=parallel) as source:
+        model = network(checkpoint.config, source)
+        source.finish()
+    return model
 
 
 def answer(

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_tasks import FOURS, ROOT, Answer, Feed
+from model_tasks import BLOCKS, FOURS, ROOT, Answer, Feed
 from rank_world import RankWorld
 
+from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
 from halocline.models.parallel import ParallelSizes
 
 BOUND = 5e-5
@@ -105,3 +106,19 @@ def test_the_shipped_model_gives_the_logits_of_one_process(ranks: RankWorld, gra
     answers = ranks.run(2, "model_tasks:answer", sizes=sizes, feed=feed(1024), folder=str(ROOT / "graded"))
     compare(answers, graded_whole, sizes)
     check_order(answers)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with FP8 blocks and packed FP4 experts, whose parts of four are whole blocks."""
+    folder = tmp_path_factory.mktemp("released") / "blocks"
+    make_checkpoint(folder, BLOCKS, seed=3)
+    return str(folder)
+
+
+def test_parts_of_low_bit_matrices_give_the_logits_of_the_whole(ranks: RankWorld, released: str) -> None:
+    asked = {"feed": feed(BLOCKS.vocab_size), "folder": released}
+    (expected,) = ranks.run(1, "model_tasks:answer", sizes=ParallelSizes(), **asked)
+    for name in ("tp4", "tp2-dp2-ep2"):
+        answers = ranks.run(4, "model_tasks:answer", sizes=SIZES[name], **asked)
+        compare(answers, expected, SIZES[name])

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from halocline.hal.errors import ConfigError
 from halocline.hal.formats import Weight
+from halocline.hal.ops import Ops
+from halocline.hal.ops.moe import Routing
 from halocline.hal.weight_codecs import dequantize
 from halocline.models.checkpoint import Checkpoint
 from halocline.models.checkpoint_match import Part
@@ -220,3 +222,28 @@ class TestPlanAndLoadAgree:
         with CheckpointSource(promised, parallel=Parallel(sizes=ParallelSizes(tp=2), rank=1)) as source:
             down = source.experts("layers.0.ffn.experts", ("w2",), 8)
         assert down.shape == (8, VENDOR_TINY.hidden_size, 64)
+
+    @pytest.mark.parametrize("tp", [2, 4])
+    def test_inputs_are_rounded_in_the_groups_of_the_whole(self, tmp_path: Path, reference_ops: Ops, tp: int) -> None:
+        """The input of a down projection is rounded to E4M3 by 128 lanes: parts sum to the whole, so groups are its."""
+        make_checkpoint(tmp_path / "x", BLOCKS, seed=1)
+        checkpoint = Checkpoint.open(tmp_path / "x")
+        x_TD = torch.randn(5, BLOCKS.hidden_size, generator=torch.Generator().manual_seed(0))
+        chosen = Routing(torch.tensor([[0, 3]] * 5, dtype=torch.int32), torch.tensor([[0.75, 0.5]] * 5))
+        lanes_TG = torch.randn(5, BLOCKS.o_groups * BLOCKS.o_lora_rank, generator=torch.Generator().manual_seed(1))
+
+        def results(parallel: Parallel) -> tuple[Tensor, Tensor]:
+            with CheckpointSource(checkpoint, parallel=parallel) as source:
+                stacks = [source.experts("layers.0.ffn.experts", parts, 4) for parts in (("w1", "w3"), ("w2",))]
+                down = reference_ops.gemm.prepare_linear(source.matrix("layers.0.attn.wo_b"), activation="fp8_group128")
+            experts = reference_ops.moe.prepare_experts(*stacks, activation="fp8_group128")
+            mine_TG = lanes_TG.chunk(parallel.sizes.tp, dim=-1)[parallel.rank]
+            return (
+                reference_ops.moe.experts(x_TD, chosen, experts, limit=0.0),
+                reference_ops.gemm.linear(mine_TG, down),
+            )
+
+        whole = results(Parallel())
+        parts = [results(Parallel(sizes=ParallelSizes(tp=tp), rank=rank)) for rank in range(tp)]
+        for expected, *found in zip(whole, *parts, strict=True):
+            torch.testing.assert_close(torch.stack(found).sum(0), expected, atol=2e-6, rtol=1e-5)
