@@ -188,7 +188,7 @@ class PreparedModel:
             max_positions=options.max_positions,
             max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
             prefix_caching=options.prefix_caching,
-            graph_sizes=_graph_sizes(options, max_requests) if capture is not None else (),
+            graph_sizes=_graph_sizes(options, max_requests, several=groups > 1) if capture is not None else (),
             eos_ids=self.checkpoint.config.eos_token_ids,
         )
 
@@ -304,8 +304,8 @@ def _make_engine(
     return Engine(model, sampler, config, device=device, capture=capture, lead=lead)
 
 
-def _graph_sizes(options: LoadOptions, max_requests: int) -> tuple[int, ...]:
-    """As asked for, else powers of two up to the requests in flight, and these."""
+def _graph_sizes(options: LoadOptions, max_requests: int, *, several: bool) -> tuple[int, ...]:
+    """As asked for, else powers of two up to the requests in flight, and these; of each of several groups, a part."""
     if options.graph_sizes is not None:
-        return options.graph_sizes
+        return tuple({min(size, max_requests) for size in options.graph_sizes}) if several else options.graph_sizes
     return (*(1 << bit for bit in range((max_requests - 1).bit_length())), max_requests)
