@@ -17,8 +17,6 @@ Row = dict[str, Any]
 
 _RESULTS = Path(__file__).parent / "results"
 _SIZE = (9.0, 7.5)  # inches
-# One salt and no date: the same rows give the same file.
-_SETTINGS = {"svg.hashsalt": "halocline", "svg.fonttype": "none", "font.size": 9.0}
 
 
 def _rows(path: Path) -> list[Row]:
@@ -62,7 +60,8 @@ def draw(results: Path, out: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(_SETTINGS):
+    # One salt and no date: the same rows give the same file.
+    with mpl.rc_context({"svg.hashsalt": "halocline", "svg.fonttype": "none", "font.size": 9.0}):
         figure = Figure(figsize=_SIZE, layout="constrained")
         losses, errors, scores = figure.subplots(3, sharex=True)
         curve = _rows(results / "curve.jsonl")

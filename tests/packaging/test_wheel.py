@@ -69,6 +69,11 @@ def test_wheel_holds_every_python_file_of_the_code_folders_and_no_other(wheel: z
     assert found == _code_files() | {"halocline/__init__.py", "halocline/__main__.py"}
 
 
+def test_wheel_is_under_a_megabyte_and_has_no_model(wheel: zipfile.ZipFile) -> None:
+    assert Path(str(wheel.filename)).stat().st_size < 1_000_000
+    assert [name for name in wheel.namelist() if name.endswith((".safetensors", ".jsonl"))] == []
+
+
 def test_wheel_is_marked_as_typed_and_carries_the_licence(wheel: zipfile.ZipFile) -> None:
     names = wheel.namelist()
     assert "halocline/py.typed" in names
