@@ -8,7 +8,7 @@ from halocline.hal.formats import check_shape
 from halocline.hal.op import implements
 from halocline.hal.ops.hyper_connection import StreamRead, head, read, write
 from halocline.kernels_portable.stream_head import collapse_streams
-from halocline.kernels_portable.stream_mix import num_mix_splits
+from halocline.kernels_portable.stream_mix import MANY_SPLITS, num_mix_splits
 from halocline.kernels_portable.stream_read import read_streams
 from halocline.kernels_portable.stream_write import write_streams
 from halocline.kernels_portable.target import target_of
@@ -18,7 +18,7 @@ __all__ = ["check_write", "head_triton", "read_triton", "write_triton"]
 
 def _num_splits(streams_TND: Tensor, lanes: int) -> int:
     target = target_of(streams_TND.device)
-    return num_mix_splits(target, num_tokens=streams_TND.shape[0], lanes=lanes, batch_invariant=False)
+    return num_mix_splits(target, num_tokens=streams_TND.shape[0], lanes=lanes, batch_invariant=False, most=MANY_SPLITS)
 
 
 @implements(read)

@@ -17,11 +17,11 @@ from torch import Tensor
 from halocline.kernels_portable.number_codes import split_float32
 from halocline.kernels_portable.target import Target
 
-__all__ = ["MixParts", "mix_streams", "mixing_logits", "mixing_scale", "num_mix_splits"]
+__all__ = ["MANY_SPLITS", "MixParts", "mix_streams", "mixing_logits", "mixing_scale", "num_mix_splits"]
 
 _TOKENS = 16  # tokens of a program
 _LANES = {torch.bfloat16: 128, torch.float32: 64}  # lanes of a step
-_MOST_SPLITS = 128
+_FEW_SPLITS, MANY_SPLITS = 32, 128
 
 
 class MixParts(NamedTuple):
@@ -31,12 +31,15 @@ class MixParts(NamedTuple):
     squares_ST: Tensor
 
 
-def num_mix_splits(target: Target, *, num_tokens: int, lanes: int, batch_invariant: bool) -> int:
+def num_mix_splits(
+    target: Target, *, num_tokens: int, lanes: int, batch_invariant: bool, most: int = _FEW_SPLITS
+) -> int:
     """Parts into which C is divided: a power of two; one size for all token counts if that is asked.
 
-    Few sizes serve all token counts, because each is another kernel.
+    Few sizes serve all token counts, because each is another kernel. What sums the parts as one tile takes up to
+    `MANY_SPLITS`, what adds one after the other fewer.
     """
-    most = min(_MOST_SPLITS, int(triton.next_power_of_2(triton.cdiv(lanes, _LANES[torch.bfloat16]))))
+    most = min(most, int(triton.next_power_of_2(triton.cdiv(lanes, _LANES[torch.bfloat16]))))
     if batch_invariant:
         return min(most, 8)
     wanted = 2 * target.num_processors // max(1, -(-num_tokens // _TOKENS))

@@ -42,7 +42,7 @@ from halocline.kernels_portable.sparse_attention import (
 )
 from halocline.kernels_portable.split_schedule import split_schedule
 from halocline.kernels_portable.stream_head import collapse_streams
-from halocline.kernels_portable.stream_mix import num_mix_splits
+from halocline.kernels_portable.stream_mix import MANY_SPLITS, num_mix_splits
 from halocline.kernels_portable.stream_read import read_streams
 from halocline.kernels_portable.stream_write import write_streams
 from halocline.kernels_portable.swiglu import swiglu
@@ -250,7 +250,7 @@ case("index_select-65536", _index_select, 65536, 1024)
 
 def _streams(arch: Arch, dtype: torch.dtype, tokens: int) -> None:
     hidden = 4096
-    splits = num_mix_splits(arch.target, num_tokens=tokens, lanes=4 * hidden, batch_invariant=False)
+    splits = num_mix_splits(arch.target, num_tokens=tokens, lanes=4 * hidden, batch_invariant=False, most=MANY_SPLITS)
     streams = empty(tokens, 4, hidden, dtype=dtype)
     read_streams(
         streams, empty(24, 4 * hidden, dtype=F32), empty(24, dtype=F32), empty(3, dtype=F32), norm_eps=EPS, hc_eps=EPS,

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from halocline.kernels_portable.stream_head import collapse_streams
-from halocline.kernels_portable.stream_mix import num_mix_splits
+from halocline.kernels_portable.stream_mix import MANY_SPLITS, num_mix_splits
 from halocline.kernels_portable.stream_read import read_streams
 from halocline.kernels_portable.stream_write import write_streams
 from halocline.kernels_portable.target import Target
 
 EPS = 1e-6
 H200 = Target(shared_memory=232448, wave_size=32, num_processors=132)
-CASES = [(1, 4, 64, 1), (17, 4, 320, 4), (3, 2, 48, 2), (2, 4, 4096, 32)]
+CASES = [(1, 4, 64, 1), (17, 4, 320, 4), (3, 2, 48, 2), (2, 4, 4096, 32), (1, 4, 4096, 128)]
 TOLERANCE = {torch.float32: (2e-6, 2e-5), torch.bfloat16: (1e-2, 2e-2)}
 
 
@@ -120,8 +122,10 @@ def test_three_streams_are_refused() -> None:
 
 
 def test_splits_fill_the_device_and_may_be_fixed() -> None:
-    assert num_mix_splits(H200, num_tokens=1, lanes=16384, batch_invariant=False) == 128
-    found = [num_mix_splits(H200, num_tokens=n, lanes=16384, batch_invariant=False) for n in (32, 33, 128, 8192)]
-    assert found == [128, 32, 32, 1]
-    fixed = {num_mix_splits(H200, num_tokens=n, lanes=16384, batch_invariant=True) for n in (1, 100, 8192)}
-    assert len(fixed) == 1
+    def splits(tokens: int, **options: Any) -> int:
+        return num_mix_splits(H200, num_tokens=tokens, lanes=16384, **options)
+
+    many = [splits(n, batch_invariant=False, most=MANY_SPLITS) for n in (1, 32, 33, 128, 129, 8192)]
+    assert many == [128, 128, 32, 32, 8, 1]
+    assert [splits(n, batch_invariant=False) for n in (1, 128, 8192)] == [32, 32, 1]
+    assert len({splits(n, batch_invariant=True) for n in (1, 100, 8192)}) == 1
