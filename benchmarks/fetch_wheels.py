@@ -66,7 +66,8 @@ PACKAGES = (
     Package(
         name="tilelang",
         version="0.1.15",
-        without=(".cc", "/ascend", "3rdparty/tvm/src", "3rdparty/tvm/include", "3rdparty/cutlass/tools", "/metal"),
+        # Python files stay, those of other devices too: importing the package reads all of them.
+        without=(".cc", "src/ascend", "src/metal", "tvm/src", "tvm/include", "cutlass/tools"),
         set="tilelang",
     ),
     Package(

@@ -257,7 +257,8 @@ def _start(rows: Sequence[Row]) -> tuple[bool | None, str]:
 
 def _sanitizer(tool: str, count: int) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
     def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
-        found, broken = find(rows, "sanitizer.errors", tool=tool), _errors(rows, "sanitizer", tool=tool)
+        found = find(rows, "sanitizer.errors", tool=tool)
+        broken = _errors(rows, "sanitizer", "sanitizer.op", tool=tool)
         if not found:
             return None, f"{len(broken)} runs failed" if broken else ""
         errors, calls = sum(row["value"] for row in found), find(rows, "sanitizer.calls", tool=tool)

@@ -158,10 +158,11 @@ def smallest(rows: Rows, options: argparse.Namespace) -> None:
     for spec in _able(bench, options):
         willing = [case for case in inputs_for(bench, spec.op) if takes(spec, case) and _is_small(case)]
         chosen = {(_kind(case), case.dtype): case for case in reversed(willing)}
-        for case in chosen.values():
-            case.run(bench.ops(bench.bind(spec.op, spec.name)), bench.device.torch_device)
-            device_clock.settle()
-            count += 1
+        with rows.guard("sanitizer.op", op=spec.op, tool=options.tool):
+            for case in chosen.values():
+                case.run(bench.ops(bench.bind(spec.op, spec.name)), bench.device.torch_device)
+                device_clock.settle()
+                count += 1
     rows.add("sanitizer.calls", count, "cases", params={"tool": options.tool, "ops": options.ops})
 
 

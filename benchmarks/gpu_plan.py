@@ -343,7 +343,7 @@ CALLS = tuple(sorted({part.call for part in PARTS}))
 
 
 def chosen_parts(names: Sequence[str], calls: Sequence[int]) -> list[Part]:
-    """The parts that were asked for, in the plan's order: by name, by call, or all of them.
+    """The parts that were asked for by name or by call, in the plan's order; all of them when nothing was.
 
     Raises:
         ValueError: If there is no such part.
@@ -352,6 +352,5 @@ def chosen_parts(names: Sequence[str], calls: Sequence[int]) -> list[Part]:
     unknown = sorted(set(names) - known)
     if unknown:
         raise ValueError(f"no part is called {', '.join(unknown)}; there are {', '.join(p.name for p in PARTS)}")
-    if names:
-        return [part for part in PARTS if part.name in names]
-    return [part for part in PARTS if not calls or part.call in calls]
+    everything = not names and not calls
+    return [part for part in PARTS if everything or part.name in names or part.call in calls]

@@ -187,7 +187,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="folder of rows and logs; kept rows tell what is done already")
     parser.add_argument("--wheels", type=Path, help="folder of archives, from fetch_wheels")
     parser.add_argument("--prompts", type=Path, help="file from gpu_prompts; prompts.json of the wheels if left out")
-    parser.add_argument("--parts", default="", metavar="A,B", help="only these parts")
+    parser.add_argument("--parts", default="", metavar="A,B", help="only these parts, beside those of --calls")
     parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
     parser.add_argument("--seconds", type=float, default=565.0, help="for each call")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
@@ -223,7 +223,11 @@ def main(arguments: Sequence[str]) -> int:
         session.rows.add("session.part", f"lacks {what}", "status", params={"part": name})
     parts = [part for part in parts if part.name not in lacking]
     # Parts that are named share the time; otherwise each call has as much as one.
-    for group in [parts] if names else [[part for part in parts if part.call == call] for call in CALLS]:
+    for group in (
+        [parts]
+        if names or len(options.calls) == 1
+        else [[part for part in parts if part.call == call] for call in CALLS]
+    ):
         if group:
             _run(session, group, options, start)
             start = time.monotonic()

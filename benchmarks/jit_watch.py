@@ -57,7 +57,8 @@ class JitWatch:
     def kernels(self) -> list[str]:
         """Names of kernels that were compiled, as far as their files tell; one for each compilation."""
         ends = (".cubin", ".hsaco", ".so", ".cu")
-        return [Path(name).stem for name in self.files() if name.endswith(ends)]
+        found = [Path(name) for name in self.files() if name.endswith(ends)]
+        return [path.parent.name if path.stem == "kernel" else path.stem for path in found]
 
     def programs(self) -> list[str]:
         """Programs that were started."""
