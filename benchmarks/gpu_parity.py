@@ -31,6 +31,18 @@ __all__ = ["cases", "generation", "prompts", "smallest", "speed"]
 _LENGTHS = (5, 131, 300, 700)
 # With one of these texts in its message an error has ended the device's context: nothing can run behind it.
 _FATAL = ("CUDA error", "illegal memory", "Triton Error", "unspecified launch failure")
+# Inputs that differ from others in what is hard to get right, not in what takes time.
+_NOT_TIMED = (
+    "256_requests",
+    "rank_of_8",
+    "drafts",
+    "infinite",
+    "negative",
+    "fp4_group32",
+    "flash_one",
+    "nvfp4",
+    "chunk",
+)
 _SMALLEST = ("smallest", "one_token", "empty", "ragged", "padded", "one_row", "holes")
 
 
@@ -190,15 +202,20 @@ def speed(rows: Rows, options: argparse.Namespace) -> None:
     specs = _able(bench, options)
     for op in dict.fromkeys(spec.op for spec in specs):
         own = [spec for spec in specs if spec.op == op]
-        for case in inputs_for(bench, op):
-            if getattr(case, "size", "small") != ("small" if options.tiny else "model"):
-                continue
+        for case in _timed_cases(bench, op, tiny=options.tiny):
             for spec in own:
                 if takes(spec, case):
                     params = {"op": op, "kernel": spec.name, "case": case.name, "dtype": case.dtype}
                     with rows.guard("speed", **params):
                         times = _timed_case(bench, spec, case, rounds=options.sizes.rounds)
                         rows.add("speed.kernel", round(device_clock.median(times) * 1e3, 2), "us", params=params)
+
+
+def _timed_cases(bench: Workbench, op: str, *, tiny: bool) -> list[Case]:
+    """Inputs of a released model's size in the element type that is served; few of a kind: they take long to make."""
+    sized = [case for case in inputs_for(bench, op) if getattr(case, "size", "small") == ("small" if tiny else "model")]
+    served = [case for case in sized if case.dtype == "bfloat16"] or sized
+    return [case for case in served if not any(word in case.name for word in _NOT_TIMED)]
 
 
 def _timed_case(bench: Workbench, spec: KernelSpec, case: Case, *, rounds: int) -> list[float]:

@@ -62,6 +62,8 @@ class Session:
             **self.environment,
             **caches(self.scratch / "own" / part.name if part.own_caches else self.scratch),
         }
+        if part.alone:
+            variables["OMP_NUM_THREADS"] = "8"
         if part.gib >= _LARGE_GIB:
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         settings = [f"{name}={value}" for name, value in variables.items()]
@@ -158,7 +160,7 @@ def caches(folder: Path) -> dict[str, str]:
 
 
 def environment(site: Path, work: Path) -> dict[str, str]:
-    """The variables of a part: the unpacked packages on its path, a toolkit for compilers, one thread for the host."""
+    """The variables of a part: the unpacked packages on its path, a toolkit for compilers, one host thread."""
     nvcc = shutil.which("nvcc")
     toolkit = Path(nvcc).resolve().parent.parent if nvcc else Path("/usr/local/cuda")
     # `./dev gpu` describes the checkout as an installed distribution in .cache/site, where backends are found.

@@ -24,7 +24,7 @@ from typing import Any
 from halocline.benchmarks.gpu_rows import versions
 from halocline.engine.agreement import EarlierAnswer, load_answers, paired_p
 
-__all__ = ["BASELINE", "RUNS", "Run", "judge", "main"]
+__all__ = ["BASELINE", "RUNS", "Run", "judge", "main", "table"]
 
 BASELINE = "recipe"
 _LONGEST = ("--longest-prompt", "2300")  # 308 of 326 exercises, two fifths of the tokens
@@ -123,18 +123,28 @@ def _kept(name: str, work: Path) -> dict[str, Any]:
     return {"run": name, **figures, "against_baseline": compared, "wrong": wrong}
 
 
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The lines of the table in docs/graded.md."""
+    lines = [
+        "| run | options of `halocline eval` | exercises | score | worst lesson | baseline | same | p | bound |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        against, options = row["against_baseline"], " ".join(RUNS[row["run"]].options)
+        name, lesson = min(row["lessons"].items(), key=lambda item: item[1]["score"])
+        lines.append(
+            f"| {row['run']} | `{options}` | {against['exercises']} | {row['score']:.3f} | {name} {lesson['score']:.3f} "
+            f"| {against['baseline_score']:.3f} | {against['same']:.3f} | {against['p']:.3f} "
+            f"| {'holds' if against['holds'] else 'MISSED'} |"
+        )
+    return lines
+
+
 def _keep(work: Path, out: Path) -> bool:
     rows = [_kept(name, work) for name in RUNS if (work / f"{name}.json").exists()]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        against = row["against_baseline"]
-        lowest = min(lesson["score"] for lesson in row["lessons"].values())
-        sys.stdout.write(
-            f"{row['run']:16} {against['exercises']:4} exercises  {row['score']:.3f} (lessons >= {lowest:.3f})  "
-            f"baseline {against['baseline_score']:.3f}  same {against['same']:.3f}  p {against['p']:.3f}"
-            f"{'' if against['holds'] else '  MISSED'}\n"
-        )
+    sys.stdout.writelines(line + "\n" for line in table(rows))
     return all(row["against_baseline"]["holds"] for row in rows)
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from halocline.benchmarks.graded import BASELINE, RUNS, Run, judge, main
+from halocline.benchmarks.graded import BASELINE, RUNS, Run, judge, main, table
 from halocline.engine.agreement import EarlierAnswer
 
 Answers = dict[str, EarlierAnswer]
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _answers(num_right: int, num_wrong: int) -> Answers:
@@ -61,7 +63,15 @@ def test_figures_are_kept_with_what_was_wrong(tmp_path: Path, capsys: pytest.Cap
     baseline, other = json.loads(out.read_text())
     assert (baseline["run"], baseline["commit"], baseline["against_baseline"]["holds"]) == (BASELINE, "abc", True)
     assert other["wrong"] == [{"name": "sums-8", "output": "False"}, {"name": "sums-9", "output": "False"}]
-    assert "MISSED" in capsys.readouterr().out.splitlines()[1]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("| 10 | 0.900 | sums 0.500 | 0.900 | 1.000 | 1.000 | holds |")
+    assert lines[3].endswith("| 10 | 0.800 | sums 0.500 | 0.900 | 0.900 | 1.000 | MISSED |")
+
+
+def test_the_documented_table_is_that_of_the_kept_figures() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "graded" / "cpu.json").read_text(encoding="utf-8"))
+    assert "\n".join(table(rows)) in (ROOT / "docs" / "graded.md").read_text(encoding="utf-8")
+    assert all(row["against_baseline"]["holds"] for row in rows)
 
 
 def test_an_unknown_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from halocline.benchmarks.gpu_sizes import FULL, KERNEL_SETS
+from halocline.hal.backend import load_manifests
 from halocline.hal.formats import recipe
 from halocline.hal.inventory import Inventory
+from halocline.hal.offline import Workbench
 from halocline.hal.profiles import profile
 from halocline.hal.settings import Settings
 from halocline.hal.startup import choose_kernels
@@ -24,7 +26,9 @@ MODELS = {
 }
 
 
-def table_of(config: DeepseekV4Config, flags: tuple[str, ...], inventory: Inventory) -> KernelTable:
+def table_of(
+    config: DeepseekV4Config, flags: tuple[str, ...], inventory: Inventory, *, graphs: bool = True
+) -> KernelTable:
     served = recipe("served")
     return choose_kernels(
         lambda device, layout: kernel_requests(config, served, prefill_layout=layout, cache_dialect=device.fp8_dialect),
@@ -32,7 +36,7 @@ def table_of(config: DeepseekV4Config, flags: tuple[str, ...], inventory: Invent
         flags=flags,
         device=H200.device,
         inventory=inventory,
-        graphs=True,
+        graphs=graphs,
     )
 
 
@@ -61,3 +65,19 @@ def test_the_reference_can_be_asked_for_by_name_to_compare_with() -> None:
     """Full-width layers are held against the reference on the device itself."""
     chosen = {row["op"]: row["chosen"] for row in table_of(MODELS["flash"], ("*=reference",), H200.inventory).rows()}
     assert set(chosen.values()) == {"reference"}
+
+
+def test_every_override_and_every_comparison_can_be_bound() -> None:
+    """What the parts `overrides` and `generation` ask for, one op after the other, on the recorded packages."""
+    bench = Workbench(manifests=load_manifests(), device=H200.device, inventory=H200.inventory)
+    portable = KERNEL_SETS["portable"]
+    served = {row["op"]: row["chosen"] for row in table_of(MODELS["graded"], (), H200.inventory).rows()}
+    count = 0
+    for op, default in served.items():
+        own = [spec for spec in bench.candidates(op) if spec.vendor in ("", "nvidia") and not bench.against(spec)]
+        for spec in own:
+            table_of(MODELS["graded"], (*portable, f"{op}={spec.name}"), H200.inventory)
+            count += 1
+        if default not in {"triton", "torch", "nccl"}:
+            table_of(MODELS["graded"], (*portable, f"{op}=compare({default},reference)"), H200.inventory, graphs=False)
+    assert count > len(served)
