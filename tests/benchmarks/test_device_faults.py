@@ -128,9 +128,16 @@ def latents(ops: Ops, rows_ND: torch.Tensor, *, page_rows: int = 64, order: torc
     return cache
 
 
-def plan_of(ops: Ops, tokens: int, *, decode: bool) -> AttentionPlan:
-    requests = Requests(lengths=(1,) * tokens)
-    batch = requests.batch((0,) * tokens, (1,) * tokens, num_decode=tokens if decode else 0, device=device())
+def plan_of(ops: Ops, tokens: int, *, decode: bool, rows: int = 64, page_rows: int = 64) -> AttentionPlan:
+    """A step whose requests may own as many rows as a cache has: kernels size their workspaces by that."""
+    length = max(rows, tokens)
+    requests = Requests(
+        lengths=(length,) * (tokens if decode else 1),
+        window_page_rows=page_rows,
+        start=length - (1 if decode else tokens),
+    )
+    fed, new = ((length - 1,) * tokens, (1,) * tokens) if decode else ((length - tokens,), (tokens,))
+    batch = requests.batch(fed, new, num_decode=tokens if decode else 0, device=device())
     return ops.attention.plan(batch, requests.geometry, "paged" if decode else "ragged")
 
 
@@ -143,7 +150,13 @@ def attend(op: str, kernel: str, cache_rows: torch.Tensor, rows: RowSelection, *
     ops, tokens = ops_with(op, kernel), rows.slots_TK.shape[0]
     cache = latents(ops, cache_rows, **layout)
     q_THD = normal(1, tokens, 4, 512).bfloat16().to(device())
-    plan = plan_of(ops, tokens, decode=op.endswith("decode"))
+    plan = plan_of(
+        ops,
+        tokens,
+        decode=op.endswith("decode"),
+        rows=cache.num_pages * cache.layout.page_rows,
+        page_rows=cache.layout.page_rows,
+    )
     short = op.partition(".")[2]
     selected = RowSelection(rows.slots_TK.int().to(device()), rows.lengths_T.int().to(device()))
     call = getattr(ops.attention, short)
@@ -306,7 +319,8 @@ if IS_GPU:
         ops.kv_cache.write_rows(cache, far_K.to(device()), cache_rows.to(device()))
         lengths_T = torch.full((2,), 8, dtype=torch.int32, device=device())
         q_THD = normal(1, 2, 4, 512).bfloat16().to(device())
-        plan, sink_H = plan_of(ops, 2, decode=op.endswith("decode")), normal(2, 4).to(device())
+        plan = plan_of(ops, 2, decode=op.endswith("decode"), rows=512, page_rows=256)
+        sink_H = normal(2, 4).to(device())
         call = getattr(ops.attention, op.partition(".")[2])
         outputs = []
         for held, slots_K in ((cache, far_K), (latents(ops, cache_rows), torch.arange(8))):
@@ -327,7 +341,7 @@ if IS_GPU:
         for pages, slot in ((num_pages, num_pages * 256 - 1), (1, 3)):
             cache = ops.kv_cache.allocate(layout, pages, device=device())
             plan.window_slot_mapping_T.fill_(slot)
-            ops.kv_cache.insert_window(plan, kv_TD, gain_D, rope_table(4, 64, device()), cache, eps=1e-6)
+            ops.kv_cache.insert_window(plan, kv_TD, gain_D, rope_table(128, 64, device()), cache, eps=1e-6)
             read.append(ops.kv_cache.read_rows(cache, torch.tensor([slot], device=device())))
         assert read[0].any()
         assert torch.equal(read[0], read[1])
