@@ -15,10 +15,12 @@ from halocline.hal.op import implements
 from halocline.hal.ops.gemm import PreparedWeight, linear, prepare_linear
 from halocline.hal.runtime import import_provider
 from halocline.kernels_portable.quantize_activation import ScaleOrder, quantize_activation
+from halocline.kernels_portable.thin_gemm import MOST_ROWS, thin_gemm
 
 __all__ = ["SCALE_ORDER", "deep_gemm", "linear_deep_gemm", "prepare_linear_deep_gemm"]
 
 SCALE_ORDER: ScaleOrder = "groups"  # any other order is brought into this one by a launch in each product
+_SHORT = 8192  # output lanes
 
 
 def deep_gemm() -> Any:
@@ -51,7 +53,12 @@ def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.d
 
 
 def _plain(x_TK: Tensor, matrix_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """bfloat16 operands are multiplied as such, with float32 sums; anything else in float32."""
+    """bfloat16 operands are multiplied as such, with float32 sums; anything else in float32.
+
+    For few rows cuBLAS divides K and takes two launches, but for matrices as long as a vocabulary.
+    """
+    if x_TK.shape[0] <= MOST_ROWS and matrix_NK.shape[0] <= _SHORT:
+        return thin_gemm(x_TK, matrix_NK, out_dtype=out_dtype)
     if x_TK.dtype == matrix_NK.dtype == torch.bfloat16:
         if out_dtype == torch.float32 and x_TK.is_cuda:
             return torch.mm(x_TK, matrix_NK.T, out_dtype=torch.float32)

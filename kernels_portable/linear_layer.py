@@ -17,6 +17,7 @@ from halocline.kernels_portable.grouped_gemm_fp4 import grouped_gemm_fp4
 from halocline.kernels_portable.inverse_rope import rotate_back, rotate_back_and_quantize
 from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.target import Target
+from halocline.kernels_portable.thin_gemm import MOST_ROWS, thin_gemm
 
 __all__ = ["StoredMatrices", "multiply", "project_outputs", "scales_of_groups"]
 
@@ -95,6 +96,8 @@ def multiply(
     if weight.format == "fp8":
         x, scales = quantize_activation(x_TK, fp8_dialect=weight.fp8_dialect) if rounds_input else (x_TK, None)
         return _multiply_fp8(x, scales, weight, out_dtype, target, batch_invariant)
+    if weight.data.shape[0] == 1 and x_TK.shape[0] <= MOST_ROWS and not batch_invariant:
+        return thin_gemm(x_TK, weight.data[0], out_dtype=out_dtype)
     width = max(x_TK.element_size(), weight.data.element_size())
     tiles = gemm_tiles(target, num_rows=x_TK.shape[0], element_bytes=width, batch_invariant=batch_invariant)
     return dense_gemm(x_TK, weight.data, out_dtype=out_dtype, tiles=tiles)

@@ -27,7 +27,7 @@ from halocline.backends_triton.compressor_triton import insert_triton
 from halocline.backends_triton.hyper_connection_triton import read_triton, write_triton
 from halocline.backends_triton.indexer_triton import prepare_query_triton, select_triton
 from halocline.backends_triton.kv_cache_triton import insert_window_triton
-from halocline.hal.formats import WeightFormat
+from halocline.hal.formats import Weight, WeightFormat
 from halocline.hal.ops.moe import Routing
 from halocline.hal.ops.rope import RopeTable
 from halocline.hal.weight_codecs import quantize_weight
@@ -107,6 +107,16 @@ def test_a_linear_is_two_launches(calls: list[str]) -> None:
     x = normal(1, 256).bfloat16()
     assert started(partial(gemm_deep_gemm.linear_deep_gemm, x, weight)) == ["quantize_activation"]
     assert calls == ["fp8_gemm_nt"]
+
+
+def test_a_few_rows_and_a_plain_matrix_are_one_launch() -> None:
+    plain = Weight(data=normal(64, 256).bfloat16(), format=WeightFormat.BFLOAT16, shape=(64, 256))
+    weight = gemm_deep_gemm.prepare_linear_deep_gemm(plain, activation="none")
+    for rows, expected in ((1, ["thin_gemm"]), (4, ["thin_gemm"])):
+        x = normal(rows, 256).bfloat16()
+        run = partial(gemm_deep_gemm.linear_deep_gemm, x, weight, out_dtype=torch.float32)
+        assert started(run) == expected
+    assert started(partial(gemm_deep_gemm.linear_deep_gemm, normal(5, 256).bfloat16(), weight)) == ["mm"]
 
 
 def test_the_grouped_projection_is_two_launches(calls: list[str], make_step: Callable[..., Any]) -> None:

@@ -47,6 +47,7 @@ from halocline.kernels_portable.stream_read import read_streams
 from halocline.kernels_portable.stream_write import write_streams
 from halocline.kernels_portable.swiglu import swiglu
 from halocline.kernels_portable.target import Target
+from halocline.kernels_portable.thin_gemm import thin_gemm
 from halocline.kernels_portable.window_insert import insert_window
 
 Dialect = Literal["ocp", "fnuz"]
@@ -282,6 +283,11 @@ def _linear(
     )  # fmt: skip
 
 
+def _thin(arch: Arch, n: int) -> None:
+    for dtype in (BF16, F32):
+        thin_gemm(empty(2, 4096, dtype=dtype), empty(n, 4096, dtype=dtype), out_dtype=F32)
+
+
 def _output(arch: Arch, kind: str, rounds: bool) -> None:
     weight = _matrices(arch, kind, 1024, 4096, groups=8)
     project_outputs(
@@ -346,6 +352,8 @@ case("linear-fp8-float32-result", _linear, "fp8", 32, True, BF16, F32)
 case("linear-fp8-plain-input", _linear, "fp8", 32, False, BF16)
 case("linear-float32", _linear, "float32", 16, False, F32)
 case("linear-fp8-float32-input", _linear, "fp8", 16, False, F32)
+for _n in (64, 256, 2048):
+    case(f"thin-n{_n}", _thin, _n)
 case("output-fp8", _output, "fp8", True)
 case("output-bfloat16", _output, "bfloat16", False)
 for _tokens in (1, 1024, 8192):

@@ -23,6 +23,7 @@ from halocline.kernels_portable.linear_layer import (
 )
 from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.target import Target
+from halocline.kernels_portable.thin_gemm import thin_gemm
 
 H200 = Target(shared_memory=232448, wave_size=32, num_processors=132)
 MI300X = Target(shared_memory=65536, wave_size=64, num_processors=304)
@@ -156,6 +157,22 @@ def test_dense_products(rows: int, groups: int, n: int, k: int, dtype: torch.dty
     found = dense_gemm(x, weight, out_dtype=torch.float32, tiles=SMALL)
     expected = torch.einsum("tgk,gnk->tgn", x.double().view(rows, groups, k), weight.double()).flatten(1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 64, 4096), (4, 257, 1500), (2, 1030, 200), (3, 5, 16), (1, 1, 1), (0, 8, 8)]
+)
+def test_thin_products(rows: int, n: int, k: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    gen = torch.Generator().manual_seed(n)
+    x = torch.randn(rows, k + 8, generator=gen).to(dtype)[:, :k]
+    weight = torch.randn(n, k, generator=gen).to(weight_dtype)
+    expected = x.double() @ weight.double().T
+    found = thin_gemm(x, weight, out_dtype=torch.float32)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    rounded = thin_gemm(x, weight, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(rounded.double(), expected, rtol=5e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("element_bytes", [1, 2, 4])
