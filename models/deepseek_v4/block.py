@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from halocline.hal.ops.rope import RopeTable
     from halocline.models.deepseek_v4.cache import LayerCache
     from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.layers.routed_experts import ExpertTokens
     from halocline.models.weight_source import Scope
 
 __all__ = ["Block"]
@@ -49,12 +50,12 @@ class Block:
         self.attention = Attention(config, recipe, ratio, ops, weights / "attn", rope, parallel)
         self.moe = MixtureOfExperts(config, recipe, is_hash_routed, ops, weights / "ffn", parallel)
 
-    def forward(self, streams_TND: Tensor, token_ids_T: Tensor, plan: AttentionPlan, cache: LayerCache) -> Tensor:
+    def forward(self, streams_TND: Tensor, tokens: ExpertTokens, plan: AttentionPlan, cache: LayerCache) -> Tensor:
         """The streams after this layer."""
         rms_norm = self.ops.norm.rms_norm
         site = self.attention_site.read(streams_TND)
         y_TD = self.attention.forward(rms_norm(site.x_TD, self.attn_norm_D, eps=self.eps), plan, cache)
         streams_TND = self.attention_site.write(y_TD, streams_TND, site)
         site = self.ffn_site.read(streams_TND)
-        y_TD = self.moe.forward(rms_norm(site.x_TD, self.ffn_norm_D, eps=self.eps), token_ids_T)
+        y_TD = self.moe.forward(rms_norm(site.x_TD, self.ffn_norm_D, eps=self.eps), tokens)
         return self.ffn_site.write(y_TD, streams_TND, site)

@@ -17,6 +17,7 @@ from halocline.models.deepseek_v4.mtp import MultiTokenPrediction
 from halocline.models.interface import CachePlan, StepOutput
 from halocline.models.layers.embedding import Embedding, Head
 from halocline.models.layers.rotary import inverse_frequencies, rotary_table
+from halocline.models.layers.routed_experts import ExpertTokens, gather_tokens
 from halocline.models.parallel import SINGLE, Parallel
 from halocline.models.weight_source import Scope, WeightSource
 
@@ -71,7 +72,7 @@ class DeepseekV4Model:
         """
         weights = Scope(source=source)
         self.config, self.recipe, self.ops_of_layer = config, recipe, ops_of_layer
-        self.prefill_layout, self.device = prefill_layout, device
+        self.prefill_layout, self.device, self.parallel = prefill_layout, device, parallel
         self.max_positions = max_positions or config.max_position_embeddings
         self.compute_dtype = torch.float32 if recipe.compute == "float32" else torch.bfloat16
         self.ops = ops_of_layer(0)
@@ -156,12 +157,17 @@ class DeepseekV4Model:
         """Embeddings (tokens, hidden) in the compute type; ids of padding may be anything in range."""
         return self.embedding(token_ids_T, self.compute_dtype)
 
+    def _tokens(self, token_ids_T: Tensor, batch: BatchMetadata) -> ExpertTokens:
+        """What all layers of a step know of its tokens, gathered once."""
+        return gather_tokens(self.ops, self.parallel, self.config.n_routed_experts, token_ids_T, batch.positions_T)
+
     def forward(self, batch: BatchMetadata, plan: AttentionPlan, cache: DeepseekV4Cache) -> StepOutput:
         """Runs all layers over the tokens of a step, writing their cache rows."""
         embedded_TD = self.embed(batch.token_ids_T)
         streams_TND = embedded_TD[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
+        tokens = self._tokens(batch.token_ids_T, batch)
         for block, layer_cache in zip(self.blocks, cache.layers, strict=False):
-            streams_TND = block.forward(streams_TND, batch.token_ids_T, plan, layer_cache)
+            streams_TND = block.forward(streams_TND, tokens, plan, layer_cache)
         hidden_TD = self.ops.norm.rms_norm(self.collapse(streams_TND), self.norm_D, eps=self.config.rms_norm_eps)
         return StepOutput(hidden_TD=hidden_TD, streams_TND=streams_TND)
 
@@ -177,7 +183,8 @@ class DeepseekV4Model:
         """float32 (tokens, vocabulary) logits of the token after next, by MTP layer `index`."""
         mtp = self.mtp[index]
         layer_cache = cache.layers[mtp.layer]
-        hidden_TD = mtp.forward(streams_TND, self.embed(next_token_ids_T), next_token_ids_T, plan, layer_cache)
+        tokens = self._tokens(next_token_ids_T, plan.batch)
+        hidden_TD = mtp.forward(streams_TND, self.embed(next_token_ids_T), tokens, plan, layer_cache)
         return self.compute_logits(hidden_TD)
 
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:

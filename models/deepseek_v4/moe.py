@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from halocline.hal.ops import Ops
     from halocline.hal.ops.moe import Routing
     from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.layers.routed_experts import ExpertTokens
     from halocline.models.weight_source import Scope
 
 __all__ = ["MixtureOfExperts"]
@@ -55,7 +56,7 @@ class MixtureOfExperts:
         self.bias_E = None if is_hash_routed else weights.tensor("gate.bias")
         num_experts = config.n_routed_experts
         gate_up, down = (weights.experts("experts", names, num_experts) for names in (("w1", "w3"), ("w2",)))
-        held = (down.shape[0], down.shape[-1])
+        held, device = (down.shape[0], down.shape[-1]), down.data.device
         _check_part(held, (num_experts, config.moe_intermediate_size), parallel)
         self.experts = ops.moe.prepare_experts(gate_up, down, activation=recipe.activation)
         del gate_up, down
@@ -68,21 +69,21 @@ class MixtureOfExperts:
         self.shared_is_split = shared_down.shape[-1] < config.moe_intermediate_size
         self.shared_down = ops.gemm.prepare_linear(shared_down, activation=recipe.activation)
         spread = SentTokens if parallel.a2a == "all_to_all" else ReplicatedTokens
-        self.spread = spread(ops, parallel, num_experts)
+        self.spread = spread(ops, parallel, num_experts, device)
 
-    def forward(self, x_TD: Tensor, token_ids_T: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, tokens: ExpertTokens) -> Tensor:
         """Sums the chosen experts of each token and the shared one.
 
         Args:
             x_TD: (tokens, hidden) normed input.
-            token_ids_T: (tokens,) ids, for hash-routed layers.
+            tokens: From `gather_tokens` of this step: ids for hash-routed layers, and which rows are padding.
 
         Returns:
             (tokens, hidden), element type of `x_TD`, complete: already reduced over the world.
         """
         if self.shared_is_split:
-            return self.spread(x_TD, token_ids_T, self.route, self._run_routed, self._run_shared)
-        routed_TD = self.spread(x_TD, token_ids_T, self.route, self._run_routed, None)
+            return self.spread(x_TD, tokens, self.route, self._run_routed, self._run_shared)
+        routed_TD = self.spread(x_TD, tokens, self.route, self._run_routed, None)
         return routed_TD + self._run_shared(x_TD)  # one rounding: elements are added in float32
 
     def _run_routed(self, x_TD: Tensor, routing: Routing) -> Tensor:

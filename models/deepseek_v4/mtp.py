@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from halocline.hal.ops.rope import RopeTable
     from halocline.models.deepseek_v4.cache import LayerCache
     from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.layers.routed_experts import ExpertTokens
     from halocline.models.weight_source import Scope
 
 __all__ = ["MultiTokenPrediction"]
@@ -55,7 +56,7 @@ class MultiTokenPrediction:
         self,
         streams_TND: Tensor,
         next_embedding_TD: Tensor,
-        next_token_ids_T: Tensor,
+        next_tokens: ExpertTokens,
         plan: AttentionPlan,
         cache: LayerCache,
     ) -> Tensor:
@@ -64,7 +65,7 @@ class MultiTokenPrediction:
         Args:
             streams_TND: The main model's final streams at positions p, before their collapse.
             next_embedding_TD: Main embedding of the ids at p + 1.
-            next_token_ids_T: Those ids.
+            next_tokens: Those ids, from `gather_tokens`.
             plan: Of the step that fed positions p.
             cache: Of this layer.
 
@@ -75,5 +76,5 @@ class MultiTokenPrediction:
         embedded_TD = linear(rms_norm(next_embedding_TD, self.enorm_D, eps=self.eps), self.e_proj)
         normed_TND = rms_norm(streams_TND, self.hnorm_D, eps=self.eps)
         projected_TND = linear(normed_TND.flatten(0, 1), self.h_proj).view_as(streams_TND)
-        streams_TND = self.block.forward(embedded_TD[:, None] + projected_TND, next_token_ids_T, plan, cache)
+        streams_TND = self.block.forward(embedded_TD[:, None] + projected_TND, next_tokens, plan, cache)
         return rms_norm(self.collapse(streams_TND), self.norm_D, eps=self.eps)

@@ -19,6 +19,7 @@ from halocline.models.deepseek_v4.make_checkpoint import RandomWeights
 from halocline.models.deepseek_v4.model import DeepseekV4Model
 from halocline.models.deepseek_v4.moe import MixtureOfExperts
 from halocline.models.deepseek_v4.presets import PRESETS, TINY
+from halocline.models.layers.routed_experts import ExpertTokens
 from halocline.models.weight_source import MappingSource, Scope
 
 CLAMPED = -99.9955  # silu(10) * -10: gate 14 and up -25 under a limit of 10
@@ -108,7 +109,7 @@ class TestLimit:
 
         def lane(**changes: Any) -> float:
             mixture = self.mixture(PLAIN.replace(**{"swiglu_limit": 10.0, **changes}), hashed=hashed)
-            return float(mixture.forward(x_TD, torch.tensor([1]))[0, 0])
+            return float(mixture.forward(x_TD, ExpertTokens(torch.tensor([1])))[0, 0])
 
         assert lane() == pytest.approx(2.5 * CLAMPED, abs=2e-4)
         assert lane(clamp_shared_expert=False) == pytest.approx(1.5 * CLAMPED - 350, abs=2e-3)

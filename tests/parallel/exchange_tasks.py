@@ -23,6 +23,7 @@ from halocline.models.checkpoint_source import CheckpointSource
 from halocline.models.deepseek_v4.config import DeepseekV4Config
 from halocline.models.deepseek_v4.moe import MixtureOfExperts
 from halocline.models.deepseek_v4.weight_plan import plan_weights
+from halocline.models.layers.routed_experts import gather_tokens
 from halocline.models.parallel import ParallelSizes, make_parallel
 from halocline.models.sharding import RankPart
 from halocline.models.weight_source import MappingSource, Scope
@@ -68,19 +69,32 @@ def mixture(
     ids: list[list[int]],
     runner: str = "reference",
     a2a: Literal["none", "all_to_all"] = "none",
-) -> Any:
-    """What a hash-routed mixture of experts gives for the rows of this rank's data-parallel group."""
+    positions: list[list[int]] | None = None,
+) -> tuple[Any, Any]:
+    """What a hash-routed mixture of experts gives for the rows of this rank's group, and the experts that it ran."""
     parallel = make_parallel(sizes, rank, "cpu", a2a=a2a)
     part = RankPart(plan=plan_weights(config), parallel=parallel)
     weights = {f"layers.0.ffn.{name}": torch.as_tensor(value) for name, value in tensors.items()}
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
     scope = Scope(source=MappingSource(tensors=weights, part=part), prefix="layers.0.ffn.")
-    with running(runner) as kernels:
+    ran: list[Tensor] = []
+
+    def noting(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(x_TD: Tensor, routing: Any, *args: Any, **kwargs: Any) -> Tensor:
+            ran.append(routing.ids_TK)
+            return run(x_TD, routing, *args, **kwargs)
+
+        return noted
+
+    with running(runner) as found_kernels:
+        kernels = found_kernels | {"moe.experts": noting(found_kernels["moe.experts"])}
         module = MixtureOfExperts(config, recipe("recipe"), True, Ops(kernels), scope, parallel)
         mine = torch.tensor(ids[parallel.dp_index], dtype=torch.int64)
-        found = module.forward(torch.as_tensor(x[parallel.dp_index]).to(dtype), mine)
-    return found.float().numpy()
+        places = [0] * len(mine) if positions is None else positions[parallel.dp_index]
+        tokens = gather_tokens(Ops(kernels), parallel, config.n_routed_experts, mine, torch.tensor(places))
+        found = module.forward(torch.as_tensor(x[parallel.dp_index]).to(dtype), tokens)
+    return found.float().numpy(), ran[0].numpy()
 
 
 def running(runner: str) -> AbstractContextManager[dict[str, Any]]:

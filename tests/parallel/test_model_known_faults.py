@@ -112,7 +112,7 @@ def test_a_replicated_result_is_added_once(ranks: RankWorld, sizes: ParallelSize
         ids=[[0, 1, 2]] * sizes.dp,
         a2a=a2a,
     )
-    for found_TD in answers:
+    for found_TD, _ in answers:
         assert found_TD[:, 0] == pytest.approx([9.0] * 3, rel=1e-6)
         assert not found_TD[:, 1:].any()
 
@@ -170,7 +170,7 @@ def test_identity_experts_on_two_ranks_give_the_rows_back(
         runner=runner,
         a2a=a2a,
     )
-    for rank, found_TD in enumerate(answers):
+    for rank, (found_TD, _) in enumerate(answers):
         np.testing.assert_array_equal(found_TD, 2 * rows[rank % sizes.dp])
 
 
@@ -192,7 +192,35 @@ def test_zero_rows_pass(ranks: RankWorld, sizes: ParallelSizes, a2a: str, runner
         runner=runner,
         a2a=a2a,
     )
-    assert [found_TD.shape for found_TD in answers] == [(0, 64), (0, 64)]
+    assert [found_TD.shape for found_TD, _ in answers] == [(0, 64), (0, 64)]
+
+
+@pytest.mark.parametrize("a2a", ["none", "all_to_all"])
+def test_padding_chooses_no_expert(ranks: RankWorld, a2a: str) -> None:
+    """A rank with one token beside a rank with three: rows that hold anything cost no weights and spoil nothing."""
+    experts = identity(IDENTITIES, "shared_experts")
+    for expert in range(4):
+        experts |= identity(IDENTITIES, f"experts.{expert}")
+    rows = [np.full((3, 64), value, dtype=np.float32) for value in (0.5, 0.25)]
+    for x_TD in rows:
+        x_TD[:, 0] = 1.0
+    rows[1][1:] = np.nan
+    answers = ranks.run(
+        2,
+        "exchange_tasks:mixture",
+        sizes=ParallelSizes(dp=2, ep=2),
+        config=IDENTITIES,
+        tensors=hash_routed(IDENTITIES, NAMED, experts),
+        x=rows,
+        ids=[[0, 1, 2], [2, 0, 0]],
+        positions=[[7, 8, 9], [5, -1, -1]],
+        a2a=a2a,
+    )
+    np.testing.assert_array_equal(answers[0][0], 2 * rows[0])
+    np.testing.assert_array_equal(answers[1][0][:1], 2 * rows[1][:1])
+    # Tokens of ids 0, 1, 2 and 2 name experts 0 1, 3 2, 1 2 and 1 2; the first rank holds 0 and 1.
+    kept = [sorted(ids[ids >= 0].tolist()) for _, ids in answers]
+    assert kept == [[0, 1, 1, 1], [0, 0, 0, 1]]
 
 
 # ---- sizes that cannot be ---------------------------------------------------------------------------------------
