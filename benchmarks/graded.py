@@ -50,9 +50,10 @@ class Run:
 
 RUNS = {
     BASELINE: Run(options=("--recipe", "recipe", "--text"), most=0.0),
-    "float32": Run(options=("--recipe", "float32", "--text"), most=0.01, chance=False),
-    "served": Run(options=("--recipe", "served", "--text")),
+    "float32": Run(options=("--recipe", "float32", "--no-text"), most=0.01, chance=False),
+    "served": Run(options=("--recipe", "served", "--no-text")),
     "bfloat16": Run(options=("--recipe", "float32", "--text", *_LONGEST), chance=False, is_plain=True),
+    "prefix-hits": Run(options=("--recipe", "recipe", "--warm", "--no-text", *_LONGEST)),
     "no-prefix-cache": Run(options=("--recipe", "recipe", "--no-prefix-cache", "--no-text", *_LONGEST)),
     "steps-of-128": Run(options=("--recipe", "recipe", "--step-tokens", "128", "--no-text", *_LONGEST)),
     "steps-of-512": Run(options=("--recipe", "recipe", "--step-tokens", "512", "--no-text", *_LONGEST)),
@@ -70,11 +71,11 @@ def _commit() -> str:
 
 
 def _machine() -> str:
-    """Words for the processor; the report itself names a GPU."""
+    """Words for the processor; the report itself names a GPU and counts threads."""
     info = Path("/proc/cpuinfo")
     rows = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     model = next((row.partition(":")[2].strip() for row in rows if row.startswith("model name")), platform.machine())
-    return f"{model}, {os.cpu_count()} cores, {os.environ.get('OMP_NUM_THREADS', 'all')} threads"
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def _run(name: str, work: Path, model: Path, plain: Path | None) -> None:
@@ -132,8 +133,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for row in rows:
         against, options = row["against_baseline"], " ".join(RUNS[row["run"]].options)
         name, lesson = min(row["lessons"].items(), key=lambda item: item[1]["score"])
+        worst = f"{name} {lesson['score']:.3f}"
         lines.append(
-            f"| {row['run']} | `{options}` | {against['exercises']} | {row['score']:.3f} | {name} {lesson['score']:.3f} "
+            f"| {row['run']} | `{options}` | {against['exercises']} | {row['score']:.3f} | {worst} "
             f"| {against['baseline_score']:.3f} | {against['same']:.3f} | {against['p']:.3f} "
             f"| {'holds' if against['holds'] else 'MISSED'} |"
         )

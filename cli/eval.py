@@ -35,6 +35,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens of a step: prompts are read in chunks of at most that. [default: ditto]")
     ] = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Keep nothing between requests.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="Read all prompts once before, into the prefix cache.")] = False,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
     text: Annotated[
@@ -53,6 +54,7 @@ def evaluate(
     """
     from halocline.engine.agreement import compare_answers, load_answers
     from halocline.engine.evaluation import evaluate as run
+    from halocline.engine.evaluation import read_prompts
     from halocline.engine.graded_model import graded_model
     from halocline.engine.llm import LLM
 
@@ -72,6 +74,8 @@ def evaluate(
     )
     loaded = _with_room(prepared, exercises).load()
     with LLM(loaded) as llm:
+        if warm:
+            read_prompts(llm, exercises)
         evaluation = run(llm, exercises)
         facts = _facts(loaded, suite)
         measures = _measure_text(prepared, llm) if (suite != "quick" if text is None else text) else {}
@@ -126,6 +130,7 @@ def _facts(loaded: LoadedModel, suite: str) -> dict[str, Any]:
         "prefix_cache": config.prefix_caching,
         "max_requests": config.max_requests,
         "step_tokens": config.max_step_tokens,
+        "threads": torch.get_num_threads(),
         "versions": {"halocline": __version__, "torch": torch.__version__},
     }
 

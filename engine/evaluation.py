@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from halocline.engine.llm import LLM
     from halocline.engine.prompt import ChatPrompt
 
-__all__ = ["Evaluation", "Mark", "evaluate", "perplexity", "prompt_of"]
+__all__ = ["Evaluation", "Mark", "evaluate", "perplexity", "prompt_of", "read_prompts"]
 
 _EFFORT = "low"  # of thinking turns: it adds no text to the prompt
 
@@ -121,6 +121,12 @@ def evaluate(llm: LLM, suite: Sequence[Exercise], *, progress: bool | None = Non
         completion_tokens=sum(result.usage.completion_tokens for result in results),
         seconds=time.monotonic() - start,
     )
+
+
+def read_prompts(llm: LLM, suite: Sequence[Exercise], *, progress: bool | None = None) -> None:
+    """Reads every prompt of a suite, so that an evaluation after it finds them in the prefix cache."""
+    prompts = [prompt_of(llm.render_chat, exercise) for exercise in suite]
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), progress=progress)
 
 
 def perplexity(llm: LLM, texts: Sequence[str], *, progress: bool | None = None) -> float:

@@ -56,6 +56,25 @@ def test_a_second_run_agrees_with_the_first_one(halocline: Run, model: Path, cap
     assert ["all", "0", "3", "0.000"] in [line.split() for line in out.splitlines()]
 
 
+def test_prompts_that_were_read_before_come_from_the_prefix_cache(
+    halocline: Run, model: Path, capsys, tmp_path: Path
+) -> None:
+    """A prompt of several pages of 256 tokens; the answer is the same."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(model, folder)
+    lines = (graded_model() / "suites" / "quick.jsonl").read_text(encoding="utf-8").splitlines()
+    long = next(line for line in lines if json.loads(line)["name"] == "lookup-400-0")
+    (folder / "suites" / "quick.jsonl").write_text(long + "\n", encoding="utf-8")
+    reports = []
+    for more in ((), ("--warm",), ("--warm", "--no-prefix-cache")):
+        assert halocline(*_command(folder, "--json", *more)) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    whole_pages = (reports[0]["prompt_tokens"] - 1) // 256 * 256
+    assert whole_pages >= 256
+    assert [report["cached_tokens"] for report in reports] == [0, whole_pages, 0]
+    assert len({report["answers"][0]["output"] for report in reports}) == 1
+
+
 def test_a_score_below_the_gate_fails(halocline: Run, model: Path) -> None:
     assert halocline(*_command(model, "--at-least", 0.5)) == 1
 
