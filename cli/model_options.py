@@ -9,7 +9,7 @@ import typer
 
 from halocline.cli.invocation import Invocation
 from halocline.hal.errors import ConfigError, lines
-from halocline.hal.settings import process_settings
+from halocline.hal.settings import process_settings, set_library_variable
 
 if TYPE_CHECKING:
     from halocline.engine.loading import PreparedModel
@@ -96,6 +96,9 @@ def spread(
         check_model_sizes(family, config, sizes)
     if place is not None or sizes.world == 1:
         check_world(sizes, place)
+        if place is not None:
+            # Before torch is loaded: when a rank is lost, our own line is to be read and not its library's.
+            set_library_variable("TORCH_CPP_LOG_LEVEL", "ERROR")
         return sizes
     from halocline.engine.ranks.launcher import launch_ranks
 

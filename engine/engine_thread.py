@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from halocline.engine.request import Request, RequestUpdate
-from halocline.hal.errors import MachineError, lines
+from halocline.hal.errors import HaloclineError, MachineError, lines
 
 __all__ = ["EngineThread", "SteppedEngine"]
 
@@ -104,6 +104,9 @@ class EngineThread:
                 if self._engine.has_work:
                     self._engine.step()
                 self._forget_finished()
+        except HaloclineError as error:
+            logger.error("the engine has failed: %s", error)
+            self._fail(error)
         except BaseException as error:  # whatever it is, callers must not wait for ever
             logger.exception("the engine has failed")
             self._fail(error)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from halocline.engine.ranks.channel import PlanChannel
 from halocline.engine.ranks.fingerprint import compare_facts
 from halocline.engine.ranks.joining import check_world
-from halocline.engine.ranks.watch import Failure, RankWatch, prefixed, watch_store
+from halocline.engine.ranks.watch import Failure, RankWatch, prefixed
 from halocline.hal.errors import HaloclineError, MachineError, lines
 from halocline.models.parallel import make_parallel
 
@@ -65,7 +65,7 @@ class Team:
         self._left = False
         try:
             store, _, _ = next(rendezvous("env://", rank=place.rank, world_size=place.world, timeout=self._timeout))
-            self.watch = RankWatch(place, watch_store(place, self._timeout), rank_timeout=settings.rank_timeout)
+            self.watch = RankWatch(place, start_timeout=settings.collective_timeout, rank_timeout=settings.rank_timeout)
             dist.init_process_group(
                 "gloo",
                 store=prefixed("halocline/ranks", store),
@@ -142,7 +142,7 @@ class Team:
     def explain(self, error: BaseException) -> BaseException:
         """What an error means: a failed exchange is the echo of another rank's end, which the watch finds out."""
         if _is_exchange_failure(error):
-            self.watch.wait_for_failure(_EXPLAIN_SECONDS)
+            self.watch.wait_for_end(_EXPLAIN_SECONDS)
             return MachineError(
                 lines(
                     f"rank {self.place.rank} lost its connection to another rank",
@@ -162,6 +162,7 @@ class Team:
         except RuntimeError:
             is_first = True
         if not is_first:
+            self.watch.wait_for_end(_EXPLAIN_SECONDS)
             raise SystemExit(code) from None
 
     def leave(self) -> None:

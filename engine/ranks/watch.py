@@ -1,10 +1,13 @@
 """RankWatch: notices a rank that is gone, stopped or silent, and ends this process with the reason.
 
-Each rank has a thread that beats in the store about twice a second and looks at all others. What runs on the same
-machine is looked up in /proc, so that a killed or stopped rank is known within a second or two and a busy one is not
-mistaken for it; a rank elsewhere counts as lost after `rank_timeout` seconds without a beat. The first to know writes
-the reason into the store and says it; whoever reads it ends. Nobody waits for a collective that will never come: the
-thread ends the process, whatever its other threads do.
+Each rank beats in the store about twice a second and looks at all others. What runs on the same machine is looked up
+in /proc, so that a killed or stopped rank is known within a second or two and a busy one is not mistaken for it; a rank
+elsewhere counts as lost after `rank_timeout` seconds without a beat. The first to know writes the reason into the store
+and says it; whoever reads it ends. Nobody waits for a collective that will never come: a thread of the watch ends the
+process, whatever its other threads do.
+
+There are two threads, because a store whose process was stopped does not answer and has no deadline: one talks to the
+store, the other looks at processes and at the first one.
 """
 
 from __future__ import annotations
@@ -28,12 +31,14 @@ from halocline.engine.ranks.processes import ProcessMark
 if TYPE_CHECKING:
     from halocline.hal.place import RankPlace
 
-__all__ = ["Failure", "RankWatch", "prefixed", "watch_store"]
+__all__ = ["Failure", "RankWatch", "prefixed"]
 
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 0.5
-_STORE_ERRORS = 3
+_LOOK_AGAIN_SECONDS = 0.2
+_STORE_SECONDS = 1.0
+_MOST_RESETS = 3
 _LEFT = b"left"
 
 
@@ -61,7 +66,6 @@ class _Other:
     mark: ProcessMark | None
     beat: bytes = b""
     seen: float = 0.0
-    bad_looks: int = 0
 
 
 class RankWatch:
@@ -74,8 +78,8 @@ class RankWatch:
     def __init__(
         self,
         place: RankPlace,
-        store: Any,
         *,
+        start_timeout: float,
         rank_timeout: float,
         end: Callable[[int], None] = os._exit,
     ) -> None:
@@ -83,26 +87,33 @@ class RankWatch:
 
         Args:
             place: Of this rank.
-            store: For this object alone.
+            start_timeout: Seconds in which all ranks have to come.
             rank_timeout: Seconds without a beat after which a rank counts as lost.
             end: Ends the process with a status.
         """
         self._place = place
-        self._store = prefixed("halocline/watch", store)
+        self._store = _connect(place, start_timeout)
         self._rank_timeout = rank_timeout
         self._end = end
         self._beats = 0
-        self._store_errors = 0
+        self._resets = 0
+        self._pending: Failure | None = None
+        self._answered = time.monotonic()
         self._leaving = threading.Event()
-        self._known = threading.Event()
+        self._settled = threading.Event()
         self.failure: Failure | None = None
         own = ProcessMark.own()
         host = _host()
         self._store.set(f"who/{place.rank}", json.dumps({"host": host, **asdict(own)}))
         self._beat()
         self._others = {rank: self._meet(rank, host) for rank in range(place.world) if rank != place.rank}
-        self._thread = threading.Thread(target=self._run, name="halocline-watch", daemon=True)
-        self._thread.start()
+        self._store = _connect(place, _STORE_SECONDS)
+        self._threads = [
+            threading.Thread(target=run, name=f"halocline-{name}", daemon=True)
+            for name, run in (("watch", self._watch_processes), ("beat", self._watch_store))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def _meet(self, rank: int, host: str) -> _Other:
         who = json.loads(self._store.get(f"who/{rank}"))
@@ -116,23 +127,26 @@ class RankWatch:
         """Tells all ranks to end.
 
         Returns:
-            Whether this was the first reason that anybody gave: then, and only then, it has to be said.
+            Whether this was the first reason that anybody gave: then, and only then, it has to be said, and this
+            process ends by itself. Else the watch ends it.
         """
         mine = json.dumps(asdict(failure)).encode()
-        found = self._store.compare_set("failure", "", mine.decode())
-        self._leaving.set()  # this process ends by itself
-        return bytes(found) == mine
+        is_first = bytes(self._store.compare_set("failure", "", mine.decode())) == mine
+        if is_first:
+            self._leaving.set()
+        return is_first
 
-    def wait_for_failure(self, seconds: float) -> None:
-        """Gives the watch time to find out why an exchange failed; if it does, this process ends here."""
-        self._known.wait(seconds)
+    def wait_for_end(self, seconds: float) -> None:
+        """Gives the watch time to find out what has happened: if it does, this process ends before this returns."""
+        self._leaving.wait(seconds)
 
     def leave(self) -> None:
         """Says that this rank ends in good order. A second call does nothing."""
         if self._leaving.is_set():
             return
         self._leaving.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(_STORE_SECONDS)
         try:
             self._store.set(f"beat/{self._place.rank}", _LEFT.decode())
         except RuntimeError:
@@ -148,21 +162,39 @@ class RankWatch:
                     left.add(rank)
             time.sleep(0.01)
 
-    # ---- on the thread ------------------------------------------------------------------------------------------
+    # ---- on the threads -------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _watch_processes(self) -> None:
         while not self._leaving.wait(_BEAT_SECONDS):
             failure = self._look_at_processes()
+            silence = time.monotonic() - self._answered
+            if failure is None and silence > self._rank_timeout:
+                failure = Failure(rank=0, message=f"the store did not answer for {silence:.0f} s")
+            if failure is None:
+                continue
+            self._pending = failure
+            if not self._settled.wait(2 * _STORE_SECONDS) and not self._leaving.is_set():
+                if self._speaks_for_all(failure):  # the other thread could not find out who does
+                    self._say(failure)
+                self._finish(failure)
+            return
+
+    def _watch_store(self) -> None:
+        while not self._leaving.wait(_BEAT_SECONDS if self._pending is None else 0.0):
+            pending = self._pending
             try:
                 self._beat()
-                failure = self._read_store() or (self._announce(failure) if failure is not None else None)
-                self._store_errors = 0
+                failure = self._read_store() or (self._announce(pending) if pending is not None else None)
+                self._resets, self._answered = 0, time.monotonic()
             except RuntimeError as error:
-                failure = failure or self._without_store(error)
+                failure = pending or self._without_store(error)
                 if failure is not None and self._speaks_for_all(failure):
                     self._say(failure)
             if failure is not None and not self._leaving.is_set():
                 self._finish(failure)
+                return
+            if pending is not None:  # it had left in good order
+                self._settled.set()
                 return
 
     def _beat(self) -> None:
@@ -170,13 +202,13 @@ class RankWatch:
         self._store.set(f"beat/{self._place.rank}", str(self._beats))
 
     def _look_at_processes(self) -> Failure | None:
-        """A rank on this machine that is gone or stopped, if two looks in a row say so."""
+        """A rank on this machine that has ended or was stopped, if a second look says the same."""
         for rank, other in self._others.items():
-            if other.mark is None or other.beat == _LEFT:
+            if other.mark is None or other.beat == _LEFT or other.mark.state() == "running":
                 continue
+            self._leaving.wait(_LOOK_AGAIN_SECONDS)
             state = other.mark.state()
-            other.bad_looks = other.bad_looks + 1 if state != "running" else 0
-            if other.bad_looks > 1:
+            if state != "running":
                 how = "has ended" if state == "gone" else "was stopped"
                 return Failure(rank=rank, message=f"rank {rank} (process {other.pid}) {how}")
         return None
@@ -210,14 +242,14 @@ class RankWatch:
         return Failure(**json.loads(found))
 
     def _without_store(self, error: Exception) -> Failure | None:
-        """What to make of a store that does not answer: whoever holds it is gone, most likely rank 0."""
-        logger.debug("the store does not answer: %s", error)
-        self._store_errors += 1
-        first = self._others.get(0)
-        if self._store_errors < _STORE_ERRORS:
+        """What to make of a store that fails again and again: whoever holds it is gone, most likely rank 0."""
+        logger.debug("the store fails: %s", error)
+        self._resets += 1
+        if self._resets < _MOST_RESETS:
             return None
+        first = self._others.get(0)
         where = f" (process {first.pid} on {first.host})" if first is not None else ""
-        return Failure(rank=0, message=f"the store of rank 0{where} does not answer")
+        return Failure(rank=0, message=f"the connection to the store of rank 0{where} is lost")
 
     def _speaks_for_all(self, failure: Failure) -> bool:
         """Whether this is the first of the ranks that are left: it speaks when the store cannot settle who does."""
@@ -235,12 +267,12 @@ class RankWatch:
     def _finish(self, failure: Failure) -> None:
         """Ends this process, and a stopped rank on this machine, which cannot do it itself."""
         self.failure = failure
-        self._known.set()
         lost = self._others.get(failure.rank)
         if lost is not None and lost.mark is not None and lost.mark.state() == "stopped":
             lost.mark.kill()
         sys.stdout.flush()
         self._end(failure.exit_code)
+        self._settled.set()
 
 
 def _host() -> str:
@@ -253,8 +285,9 @@ def prefixed(prefix: str, store: Any) -> Any:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # torch's stubs leave stores out
 
 
-def watch_store(place: RankPlace, timeout: timedelta) -> Any:
-    """A connection to the store for the watch alone, as calls on one connection wait for each other."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        place.address, place.port, is_master=False, timeout=timeout, wait_for_workers=False, multi_tenant=False
+def _connect(place: RankPlace, seconds: float) -> Any:
+    """A connection to the store for one object alone, as calls on one connection wait for each other."""
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place.address, place.port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False
     )
+    return prefixed("halocline/watch", store)
