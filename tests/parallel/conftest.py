@@ -1,4 +1,4 @@
-"""Ranks for the tests of this folder: four processes, started once."""
+"""Ranks for the tests of this folder: four processes, started once for each file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if str(HERE) not in sys.path:  # importlib mode leaves test folders out
 from rank_world import RankWorld  # noqa: E402
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankWorld]:
     """Four processes; a test runs its tasks on as many of them as its world has ranks."""
     world = RankWorld(4, tmp_path_factory.mktemp("ranks"))
