@@ -14,6 +14,7 @@ from halocline.hal.formats import Weight
 from halocline.hal.op import implements
 from halocline.hal.ops.gemm import PreparedWeight, linear, prepare_linear
 from halocline.hal.runtime import import_provider
+from halocline.kernels_portable import thin_fp8_gemm
 from halocline.kernels_portable.quantize_activation import ScaleOrder, quantize_activation
 from halocline.kernels_portable.thin_gemm import MOST_ROWS, thin_gemm
 
@@ -36,14 +37,17 @@ def prepare_linear_deep_gemm(weight: Weight, *, activation: Literal["none", "fp8
 
 @implements(linear)
 def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """See the contract. DeepGEMM gives bfloat16; other results of FP8 weights come from the portable kernel."""
+    """See the contract. DeepGEMM gives bfloat16; other results of FP8 weights come from the portable kernel.
+
+    So does a single row, whose product is bound by loads that a tile of 16 rows leaves too little room for.
+    """
     assert isinstance(weight, TritonWeight)
     if x_TK.shape[-1] != weight.shape[-1]:
         raise ShapeError(f"rows of {x_TK.shape[-1]} lanes against a weight of shape {weight.shape}")
     out_dtype = out_dtype or x_TK.dtype
     if weight.scale is None:
         return _plain(x_TK, weight.data, out_dtype)
-    if out_dtype != torch.bfloat16 or not weight.rounds_input:
+    if out_dtype != torch.bfloat16 or not weight.rounds_input or x_TK.shape[0] <= thin_fp8_gemm.MOST_ROWS:
         return linear_triton(x_TK, weight, out_dtype=out_dtype)
     out_TN = torch.empty((x_TK.shape[0], weight.shape[0]), dtype=out_dtype, device=x_TK.device)
     if x_TK.shape[0]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halocline.kernels_portable.number_codes import power_of_two
+from halocline.kernels_portable.number_codes import decode_e4m3, power_of_two
 from halocline.kernels_portable.quantize_activation import GROUP, ScaleOrder, empty_scales, group_codes, stride_of
 from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
@@ -21,7 +21,7 @@ _HEADS = 4  # heads of a program
 @triton.jit(do_not_specialize=["scale_stride"])
 def _rotate_back_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, scales_ptr, x_stride, scale_stride, num_heads, WIDTH: tl.constexpr,
-    ROPE: tl.constexpr, CODES: tl.constexpr, FNUZ: tl.constexpr, ROWS_FIRST: tl.constexpr, HEADS: tl.constexpr,
+    ROPE: tl.constexpr, ROUNDING: tl.constexpr, FNUZ: tl.constexpr, ROWS_FIRST: tl.constexpr, HEADS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -34,48 +34,61 @@ def _rotate_back_kernel(
     cos, sin = pair_turns(positions, table_ptr, WIDTH - ROPE, ROPE, LANES)
     x = turn_pairs(x, cos, sin, True, HEADS, LANES).to(x_ptr.dtype.element_ty)
     out = out_ptr + token * num_heads * WIDTH + offsets
-    if CODES:
+    if ROUNDING == "none":
+        tl.store(out, x, mask=inside)
+    else:
         GROUPS: tl.constexpr = LANES // 128
         codes, exponent = group_codes(tl.reshape(x.to(tl.float32), (HEADS, GROUPS, 128)), FNUZ)
-        tl.store(out, tl.reshape(codes, (HEADS, LANES)), mask=inside)
-        scale = tl.reshape(power_of_two(exponent + (1 if FNUZ else 0)), (HEADS, GROUPS))
-        group = tl.arange(0, GROUPS)[None, :]
-        column = heads[:, None] * (WIDTH // 128) + group
-        place = token * scale_stride + column if ROWS_FIRST else column.to(tl.int64) * scale_stride + token
-        tl.store(scales_ptr + place, scale, mask=(heads < num_heads)[:, None] & (group < WIDTH // 128))
-    else:
-        tl.store(out, x, mask=inside)
+        if ROUNDING == "values":
+            rounded = tl.reshape(decode_e4m3(codes, False) * power_of_two(exponent), (HEADS, LANES))
+            tl.store(out, rounded.to(out_ptr.dtype.element_ty), mask=inside)
+        else:
+            tl.store(out, tl.reshape(codes, (HEADS, LANES)), mask=inside)
+            scale = tl.reshape(power_of_two(exponent + (1 if FNUZ else 0)), (HEADS, GROUPS))
+            group = tl.arange(0, GROUPS)[None, :]
+            column = heads[:, None] * (WIDTH // 128) + group
+            place = token * scale_stride + column if ROWS_FIRST else column.to(tl.int64) * scale_stride + token
+            tl.store(scales_ptr + place, scale, mask=(heads < num_heads)[:, None] & (group < WIDTH // 128))
 
 
 def _launch(
-    x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, out: Tensor, scales: Tensor, *, codes: bool, fnuz: bool,
-    scale_stride: int, rows_first: bool,
-) -> None:  # fmt: skip
+    x_THD: Tensor,
+    positions_T: Tensor,
+    cos_sin_PR: Tensor,
+    out: Tensor,
+    scales: Tensor | None = None,
+    *,
+    rounding: Literal["none", "values", "codes"],
+    order: ScaleOrder = "rows",
+    fnuz: bool = False,
+) -> None:
     num_tokens, num_heads, width = x_THD.shape
+    if rounding != "none" and width % GROUP:
+        raise ValueError(f"heads of {width} lanes: groups of {GROUP} lanes would straddle them")
     x_THD = x_THD if x_THD.stride()[1:] == (width, 1) else x_THD.contiguous()
     if num_tokens:
         _rotate_back_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
-            x_THD, positions_T, cos_sin_PR, out, scales, x_THD.stride(0), scale_stride, num_heads,
-            WIDTH=width, ROPE=cos_sin_PR.shape[1], CODES=codes, FNUZ=fnuz, ROWS_FIRST=rows_first, HEADS=_HEADS,
+            x_THD, positions_T, cos_sin_PR, out, out if scales is None else scales, x_THD.stride(0),
+            0 if scales is None else stride_of(scales, order), num_heads, WIDTH=width, ROPE=cos_sin_PR.shape[1],
+            ROUNDING=rounding, FNUZ=fnuz, ROWS_FIRST=order == "rows", HEADS=_HEADS,
             LANES=max(128, triton.next_power_of_2(width)), num_warps=4,
         )  # fmt: skip
 
 
-def rotate_back(x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor) -> Tensor:
+def rotate_back(x_THD: Tensor, positions_T: Tensor, cos_sin_PR: Tensor, *, rounds: bool = False) -> Tensor:
     """Rotates the last lanes of each head back by the token's position.
 
     Args:
         x_THD: (tokens, heads, lanes) bfloat16 or float32, heads and lanes contiguous.
         positions_T: int32 positions; padding counts as position 0.
         cos_sin_PR: (positions, rotary lanes) float32 table.
+        rounds: Whether results are rounded to E4M3 in groups of 128 lanes, and back.
 
     Returns:
         Contiguous, shape and element type of `x_THD`.
     """
     out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
-    _launch(
-        x_THD, positions_T, cos_sin_PR, out, out, codes=False, fnuz=False, scale_stride=0, rows_first=True
-    )  # fmt: skip
+    _launch(x_THD, positions_T, cos_sin_PR, out, rounding="values" if rounds else "none")
     return out
 
 
@@ -95,13 +108,11 @@ def rotate_back_and_quantize(
         float8 codes (tokens, heads * lanes) and float32 scales (tokens, heads * lanes / 128).
     """
     num_tokens, num_heads, width = x_THD.shape
-    if width % GROUP:
-        raise ValueError(f"heads of {width} lanes: groups of {GROUP} lanes would straddle them")
     kind = torch.float8_e4m3fnuz if fp8_dialect == "fnuz" else torch.float8_e4m3fn
     codes = torch.empty((num_tokens, num_heads * width), dtype=kind, device=x_THD.device)
     scales = empty_scales(num_tokens, num_heads * width // GROUP, scale_order, x_THD.device)
     _launch(
-        x_THD, positions_T, cos_sin_PR, codes.view(torch.uint8), scales, codes=True, fnuz=fp8_dialect == "fnuz",
-        scale_stride=stride_of(scales, scale_order), rows_first=scale_order == "rows",
+        x_THD, positions_T, cos_sin_PR, codes.view(torch.uint8), scales, rounding="codes", order=scale_order,
+        fnuz=fp8_dialect == "fnuz",
     )  # fmt: skip
     return codes, scales

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from halocline.kernels_portable import thin_fp8_gemm
 from halocline.kernels_portable.dense_gemm import dense_gemm
 from halocline.kernels_portable.expert_alignment import ExpertBlocks
 from halocline.kernels_portable.fp8_gemm import fp8_gemm
@@ -94,6 +95,10 @@ def multiply(
         x = round_activation(x_TK) if rounds_input else x_TK
         return _multiply_fp4(x, weight, out_dtype, target, batch_invariant)
     if weight.format == "fp8":
+        if x_TK.shape[0] <= thin_fp8_gemm.MOST_ROWS and not batch_invariant:
+            assert weight.scale is not None
+            x = round_activation(x_TK) if rounds_input else x_TK
+            return thin_fp8_gemm.thin_fp8_gemm(x, weight.data, weight.scale, out_dtype=out_dtype)
         x, scales = quantize_activation(x_TK, fp8_dialect=weight.fp8_dialect) if rounds_input else (x_TK, None)
         return _multiply_fp8(x, scales, weight, out_dtype, target, batch_invariant)
     if weight.data.shape[0] == 1 and x_TK.shape[0] <= MOST_ROWS and not batch_invariant:
@@ -157,10 +162,12 @@ def project_outputs(
     Returns:
         (tokens, groups * group rank) in the type of `out_THD`.
     """
-    if rounds_input and weight.format == "fp8":
+    is_thin = out_THD.shape[0] <= thin_fp8_gemm.MOST_ROWS and not batch_invariant
+    if rounds_input and weight.format == "fp8" and not is_thin:
         codes, scales = rotate_back_and_quantize(out_THD, positions_T, cos_sin_PR, fp8_dialect=weight.fp8_dialect)
         return _multiply_fp8(codes, scales, weight, out_THD.dtype, target, batch_invariant)
-    rotated = rotate_back(out_THD, positions_T, cos_sin_PR).flatten(1)
+    rounds_input = rounds_input and weight.format == "fp8"
+    rotated = rotate_back(out_THD, positions_T, cos_sin_PR, rounds=rounds_input).flatten(1)
     return multiply(
         rotated, weight, rounds_input=False, out_dtype=out_THD.dtype, target=target, batch_invariant=batch_invariant
     )

@@ -104,8 +104,10 @@ def test_a_linear_is_two_launches(calls: list[str]) -> None:
     weight = gemm_deep_gemm.prepare_linear_deep_gemm(
         quantize_weight(normal(256, 256), WeightFormat.FP8_BLOCK), activation="fp8_group128"
     )
-    x = normal(1, 256).bfloat16()
-    assert started(partial(gemm_deep_gemm.linear_deep_gemm, x, weight)) == ["quantize_activation"]
+    one, two = normal(1, 256).bfloat16(), normal(2, 256).bfloat16()
+    assert started(partial(gemm_deep_gemm.linear_deep_gemm, one, weight)) == ["quantize_activation", "thin_fp8_gemm"]
+    assert calls == []
+    assert started(partial(gemm_deep_gemm.linear_deep_gemm, two, weight)) == ["quantize_activation"]
     assert calls == ["fp8_gemm_nt"]
 
 
@@ -120,14 +122,18 @@ def test_a_few_rows_and_a_plain_matrix_are_one_launch() -> None:
 
 
 def test_the_grouped_projection_is_two_launches(calls: list[str], make_step: Callable[..., Any]) -> None:
-    step = make_step([300], [1], num_decode=1)
     rope = RopeTable(cos_sin_PR=normal(2048, 64))
     weight = attention_deep_gemm.prepare_output_deep_gemm(
         quantize_weight(normal(2 * 128, 2 * 512), WeightFormat.FP8_BLOCK), activation="none"
     )
-    out = normal(1, 4, 512).bfloat16()
-    run = partial(attention_deep_gemm.output_deep_gemm, step.plan, out, rope, weight, num_groups=2)
-    assert started(run) == ["rotate_back"]
+
+    def launches(tokens: int) -> list[str]:
+        step, out = make_step([300], [tokens], num_decode=1), normal(tokens, 4, 512).bfloat16()
+        return started(partial(attention_deep_gemm.output_deep_gemm, step.plan, out, rope, weight, num_groups=2))
+
+    assert launches(1) == ["rotate_back", "thin_fp8_gemm"]
+    assert calls == []
+    assert launches(2) == ["rotate_back"]
     assert calls == ["fp8_einsum"]
 
 

@@ -47,6 +47,7 @@ from halocline.kernels_portable.stream_read import read_streams
 from halocline.kernels_portable.stream_write import write_streams
 from halocline.kernels_portable.swiglu import swiglu
 from halocline.kernels_portable.target import Target
+from halocline.kernels_portable.thin_fp8_gemm import thin_fp8_gemm
 from halocline.kernels_portable.thin_gemm import thin_gemm
 from halocline.kernels_portable.window_insert import insert_window
 
@@ -288,6 +289,19 @@ def _thin(arch: Arch, n: int) -> None:
         thin_gemm(empty(2, 4096, dtype=dtype), empty(n, 4096, dtype=dtype), out_dtype=F32)
 
 
+def _thin_fp8(arch: Arch, n: int, k: int) -> None:
+    scale = empty(1, n // 128, k // 128, dtype=F32)
+    thin_fp8_gemm(empty(1, k), empty(1, n, k, dtype=arch.fp8), scale, out_dtype=BF16)
+
+
+def _rounded_outputs(arch: Arch) -> None:
+    for tokens in (1, 8):
+        project_outputs(
+            empty(tokens, 64, 512), ints(tokens), TABLE, _matrices(arch, "fp8", 1024, 4096, 8), rounds_input=True,
+            target=arch.target, batch_invariant=False,
+        )  # fmt: skip
+
+
 def _output(arch: Arch, kind: str, rounds: bool) -> None:
     weight = _matrices(arch, kind, 1024, 4096, groups=8)
     project_outputs(
@@ -354,6 +368,9 @@ case("linear-float32", _linear, "float32", 16, False, F32)
 case("linear-fp8-float32-input", _linear, "fp8", 16, False, F32)
 for _n in (64, 256, 2048):
     case(f"thin-n{_n}", _thin, _n)
+for _n, _k in ((512, 4096), (4096, 8192), (32768, 1024)):
+    case(f"thin-fp8-n{_n}", _thin_fp8, _n, _k)
+case("output-rounded", _rounded_outputs)
 case("output-fp8", _output, "fp8", True)
 case("output-bfloat16", _output, "bfloat16", False)
 for _tokens in (1, 1024, 8192):

@@ -23,6 +23,7 @@ from halocline.kernels_portable.linear_layer import (
 )
 from halocline.kernels_portable.quantize_activation import quantize_activation, round_activation
 from halocline.kernels_portable.target import Target
+from halocline.kernels_portable.thin_fp8_gemm import thin_fp8_gemm
 from halocline.kernels_portable.thin_gemm import thin_gemm
 
 H200 = Target(shared_memory=232448, wave_size=32, num_processors=132)
@@ -129,6 +130,23 @@ def test_fp8_products(rows: int, groups: int, n: int, k: int, tiles: GemmTiles, 
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=float(expected.abs().max()) * rtol)
 
 
+@pytest.mark.parametrize("dialect", ["ocp", "fnuz"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "groups", "n", "k"),
+    [(1, 1, 512, 4096), (3, 1, 200, 320), (1, 2, 64, 256), (2, 3, 1100, 128), (1, 1, 5, 48), (0, 1, 8, 128)],
+)
+def test_thin_fp8_products(rows: int, groups: int, n: int, k: int, dtype: torch.dtype, dialect: Any) -> None:
+    weight, scales, values = _fp8_weight(groups, n, k, dialect)
+    x = torch.randn(rows, groups * k + 16, generator=torch.Generator().manual_seed(1)).to(dtype)[:, : groups * k]
+    expected = torch.einsum("tgk,gnk->tgn", x.double().view(rows, groups, k), values).flatten(1)
+    for out_dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 5e-3)):
+        found = thin_fp8_gemm(x, weight, scales, out_dtype=out_dtype)
+        assert found.dtype == out_dtype
+        if rows:
+            torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=float(expected.abs().max()) * rtol)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fp8_weights_with_plain_activations(dtype: torch.dtype) -> None:
     weight, scales, values = _fp8_weight(1, 200, 320, "ocp")
@@ -141,6 +159,8 @@ def test_groups_whose_scales_would_straddle_are_refused() -> None:
     weight, scales, _ = _fp8_weight(2, 64, 64, "ocp")
     with pytest.raises(ValueError, match="straddle"):
         fp8_gemm(torch.ones(1, 128), None, weight, scales, out_dtype=torch.float32, tiles=SMALL)
+    with pytest.raises(ValueError, match="straddle"):
+        thin_fp8_gemm(torch.ones(1, 128), weight, scales, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
@@ -213,6 +233,7 @@ def test_outputs_are_rotated_back(
     found = rotate_back(x, positions, table)
     assert found.dtype == dtype
     torch.testing.assert_close(found.float(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(rotate_back(x, positions, table, rounds=True).flatten(1).double(), _rounded(found.flatten(1)))
     for dialect in ("ocp", "fnuz"):
         codes, scales = rotate_back_and_quantize(x, positions, table, fp8_dialect=dialect)
         values = codes.double() * scales.double().repeat_interleave(128, dim=1)
