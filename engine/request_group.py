@@ -109,12 +109,12 @@ class RequestGroup:
         return self.scheduler.num_unfinished > 0 or bool(self.flights) or bool(self._updates)
 
     def cost_of(self, request: Request) -> int:
-        """What it costs to take a request here: tokens to prefill, and how many others are under way."""
+        """What it costs to take a request here: tokens to prefill, before it and of its own, and requests under way."""
         missing = request.num_tokens
         if self.cache.prefix is not None:
             resume = self.cache.prefix.match(request.prefix_keys(self.cache.page_tokens), missing).resume
             missing -= resume.depth * self.cache.page_tokens if resume is not None else 0
-        return missing + _REQUEST_TOKENS * self.scheduler.num_unfinished
+        return missing + self.scheduler.num_unread_tokens() + _REQUEST_TOKENS * self.scheduler.num_unfinished
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """Ends a request without a further token; one that has ended is left alone."""

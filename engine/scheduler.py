@@ -103,6 +103,12 @@ class Scheduler:
         self.num_unfinished -= 1
         self._release_followers(request)
 
+    def num_unread_tokens(self) -> int:
+        """Known tokens that are still to be prefilled, cached ones included."""
+        computed = self.cache.table.computed
+        running = sum(request.prefill_end - int(computed[request.row]) for request in self._prefilling)
+        return running + self._waiting.num_tokens()
+
     def requeue(self, request: Request) -> None:
         """Queues a preempted request again, once all its tokens are known."""
         self._waiting.push(request)

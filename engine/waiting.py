@@ -41,6 +41,10 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
+    def num_tokens(self) -> int:
+        """Known tokens of all requests in it."""
+        return sum(request.num_tokens for _, request in self._heap if request.phase is Phase.WAITING)
+
     def pop(self) -> Request:
         """Removes and returns what `peek` showed."""
         return heapq.heappop(self._heap)[1]
