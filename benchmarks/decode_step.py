@@ -211,7 +211,8 @@ def distinct_experts(model: DeepseekV4Model, run: Callable[[], object]) -> list[
     def noting(route: Callable[..., object]) -> Callable[..., object]:
         def routed(*args: object) -> object:
             routing = route(*args)
-            met.append(len(routing.ids_TK.unique()))  # type: ignore[attr-defined]
+            chosen = routing.ids_TK  # type: ignore[attr-defined]
+            met.append(len(chosen[chosen >= 0].unique()))
             return routing
 
         return routed

@@ -55,7 +55,7 @@ def latest(rows: Iterable[Row]) -> list[Row]:
 
 
 # Parameters that say what came out, not what was asked.
-_SAID = ("said", "first", "apart", "lessons", "failed", "finite", "compared", "GiB", "unbound")
+_SAID = ("said", "first", "apart", "lessons", "failed", "finite", "compared", "GiB", "planned", "unbound")
 
 
 def find(rows: Sequence[Row], name: str, **params: Any) -> list[Row]:
@@ -225,9 +225,11 @@ def _explain(rows: Sequence[Row]) -> tuple[bool | None, str]:
     found = find(rows, "explain.bound")
     if not found:
         return None, ""
-    bound, unbound = found[-1]["value"], found[-1]["params"]["unbound"]
+    bound, params = found[-1]["value"], found[-1]["params"]
+    unbound = [*params["unbound"], *params["planned"]]
     libraries = sorted(set(bound.values()) - {"triton", "torch", "nccl", "rccl", "reference", None})
-    return not unbound and "reference" not in bound.values(), f"{len(bound)} ops; libraries: {', '.join(libraries)}"
+    said = f"{len(bound)} ops; libraries: {', '.join(libraries)}; not bound: {', '.join(unbound) or 'none'}"
+    return not unbound and "reference" not in bound.values(), said
 
 
 def _overrides(rows: Sequence[Row]) -> tuple[bool | None, str]:

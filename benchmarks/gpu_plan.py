@@ -81,6 +81,14 @@ def _sanitized(name: str, *ops: str) -> Part:
 PARTS = (
     # ---- call 1: answers, parity, graphs; then decode and prefill, the peer --------------------------------------
     Part(
+        name="explain",
+        command=("explained",),
+        proves="which kernels are bound on this machine",
+        call=1,
+        seconds=60,
+        gib=1,
+    ),
+    Part(
         name="graded",
         command=("graded", "--sets", "default", "--batches", "32", "1"),
         proves="score and answers of the graded model on the libraries, in graphs, at batch 1 and 32",
@@ -155,14 +163,6 @@ PARTS = (
         alone=True,
     ),
     # ---- call 2: the engine once it is ready, overrides, width, start, other programs ----------------------------
-    Part(
-        name="explain",
-        command=("explained",),
-        proves="which kernels are bound on this machine",
-        call=2,
-        seconds=60,
-        gib=1,
-    ),
     Part(
         name="ready",
         command=("ready", "--sets", "default"),

@@ -125,7 +125,9 @@ def explained(rows: Rows, _options: argparse.Namespace) -> None:
             raise RuntimeError(f"explain ended with {done.returncode}: {done.stderr[-500:]}")
         found = json.loads(done.stdout)
         bound = {row["op"]: row["chosen"] for row in found["ops"]}
-        rows.add("explain.bound", bound, "kernels", params={"unbound": [op for op, k in bound.items() if not k]})
+        planned = [row["op"] for row in found["ops"] if row["status"] == "planned"]
+        unbound = [op for op, kernel in bound.items() if not kernel]
+        rows.add("explain.bound", bound, "kernels", params={"unbound": unbound, "planned": planned})
     with rows.guard("doctor"):
         command = [sys.executable, "-m", "halocline", "doctor"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

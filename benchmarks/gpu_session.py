@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from halocline.benchmarks.fetch_wheels import unpack
+from halocline.benchmarks.gpu_criteria import verdicts
 from halocline.benchmarks.gpu_plan import CALLS, Part, chosen_parts
 from halocline.benchmarks.gpu_rows import Rows, commit_here, read_rows
-from halocline.benchmarks.gpu_tables import plan_table
+from halocline.benchmarks.gpu_tables import plan_table, verdict_lines
 from halocline.hal.probe import probe
 from halocline.hal.settings import process_settings
 
@@ -236,6 +237,7 @@ def main(arguments: Sequence[str]) -> int:
     rows = read_rows(path)
     (options.out / "row.json").write_text(json.dumps(matrix_row(rows), indent=1) + "\n")
     left = [part.name for part in parts if part.name not in done_parts(path)]
+    sys.stdout.write(verdict_lines([verdict for verdict in verdicts(rows) if verdict.passed is not None]))
     sys.stdout.write(f"{len(rows)} rows in {path}; not done: {', '.join(left) or 'nothing'}\n")
     sys.stdout.writelines(f"not run: {name} lacks {what}\n" for name, what in lacking.items())
     return int(bool(left))

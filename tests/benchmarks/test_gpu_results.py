@@ -66,7 +66,7 @@ def good() -> list[dict[str, Any]]:
     for preset in ("flash", "pro"):
         rows += [row("made.generated", [4, 4], "tokens", preset=preset, layers=2)]
         rows += [row("made.seconds_in_all", 9.0, "s", preset=preset, layers=2)]
-    rows += [row("explain.bound", {"gemm.linear": "deep_gemm"}, "kernels", unbound=[])]
+    rows += [row("explain.bound", {"gemm.linear": "deep_gemm"}, "kernels", unbound=[], planned=[])]
     rows += [row("override.ran", 1.0, "share", op="gemm.linear", kernel="triton", is_reference=False)]
     rows += [row("parity.calls", 100, "calls", kernels="portable")]
     for caches in ("warm", "empty"):
@@ -125,8 +125,8 @@ BAD = [
     ("Transformers", row("peer.factor", 14.9, "x faster", layers=4)),
     ("once ready, default", row("ready.modules", 1, "modules", kernels="default", first=["x"])),
     ("once ready, portable", row("ready.kernels", 2, "kernels", kernels="portable", first=["x"])),
-    ("explain on", row("explain.bound", {"gemm.linear": "reference"}, "kernels", unbound=[])),
-    ("explain on", row("explain.bound", {"gemm.linear": None}, "kernels", unbound=["gemm.linear"])),
+    ("explain on", row("explain.bound", {"gemm.linear": "reference"}, "kernels", unbound=[], planned=[])),
+    ("explain on", row("explain.bound", {"gemm.linear": None}, "kernels", unbound=["gemm.linear"], planned=[])),
     ("make-model", row("made", "RuntimeError", "error", preset="pro", layers=1)),
     ("every override", row("override", "ValueError", "error", op="gemm.linear", kernel="triton", is_reference=False)),
     ("compare mode", row("parity.generation", "ValueError", "error", kernels="triton")),
