@@ -14,6 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from halocline.hal.probe import probe
+from halocline.hal.settings import process_settings
+
 __all__ = ["Rows", "commit_here", "read_rows", "versions"]
 
 _PACKAGES = (
@@ -64,7 +67,7 @@ class Rows:
             path: Of the file.
             part: Of the session that writes.
             commit: What is measured; git is asked when left out.
-            device: What it is measured on; torch is asked when left out.
+            device: What it is measured on; this machine's when left out.
         """
         self._path, self._part = path, part
         self._facts = {"device": device or _device(), "versions": versions(), "commit": commit or commit_here()}
@@ -115,9 +118,9 @@ class Rows:
 
 
 def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    """The device's own name, without taking memory of it."""
+    device = probe(process_settings())
+    return device.name if device.is_gpu else "cpu"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

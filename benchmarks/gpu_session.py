@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -121,12 +123,13 @@ class Session:
         return True
 
     def _end(self, one: Running) -> None:
-        one.process.terminate()
-        try:
-            one.process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait(timeout=5)
+        """Ends a part and what it has started: a child that lives on would keep the device's memory."""
+        for kind in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.killpg(one.process.pid, kind)
+                one.process.wait(timeout=5)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
         self._note(one, "late", time.monotonic() - one.begun)
 
     def _note(self, one: Running, status: str, seconds: float) -> None:
@@ -192,7 +195,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="file from gpu_prompts; prompts.json of the wheels if left out")
     parser.add_argument("--parts", default="", metavar="A,B", help="only these parts, beside those of --calls")
     parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
-    parser.add_argument("--seconds", type=float, default=565.0, help="for each call")
+    parser.add_argument("--seconds", type=float, default=555.0, help="for each call")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/halocline-gpu"), help="folder that may be lost")
     parser.add_argument("--again", action="store_true", help="also run what is done already")

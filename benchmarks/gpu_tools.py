@@ -58,6 +58,7 @@ def tests(rows: Rows, options: argparse.Namespace) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda or hip", f"--junitxml={report}"]
         command += ["-c", str(_ROOT / "pyproject.toml")]
         command += ["-o", "addopts=--import-mode=importlib --strict-markers -ra", "-p", "no:cacheprovider"]
+        command += ["--continue-on-collection-errors"]
         paths = options.tests or _TESTS
         done = _run([*command, *paths], cwd=_ROOT)
         (options.out / "tests.txt").write_text(done.stdout + done.stderr)

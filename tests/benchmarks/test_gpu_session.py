@@ -24,6 +24,10 @@ what, folder = sys.argv[1], pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 log = folder / "order.txt"
 with log.open("a") as file: file.write(f"begin {sys.argv[-1]}\\n")
 if what == "hang": signal.pause()
+if what == "child":
+    child = os.spawnlp(os.P_NOWAIT, "tail", "tail", "-f", "/dev/null")
+    (folder / "child.pid").write_text(str(child))
+    signal.pause()
 if what == "cache": (folder / f"{sys.argv[-1]}.cache").write_text(os.environ["TRITON_CACHE_DIR"])
 with log.open("a") as file: file.write(f"end {sys.argv[-1]}\\n")
 sys.exit(3 if what == "fail" else 0)
@@ -84,6 +88,14 @@ def test_a_failure_is_noted_and_the_others_go_on(session: Session, tmp_path: Pat
 def test_a_part_that_takes_too_long_is_ended_while_others_run(session: Session, tmp_path: Path) -> None:
     session.together([part("stuck", "hang", seconds=1), part("good")], later(60))
     assert statuses(tmp_path) == {"stuck": "late", "good": "done"}
+
+
+def test_what_a_late_part_has_started_ends_with_it(session: Session) -> None:
+    """A child that lived on would keep the device's memory from the parts behind it."""
+    session.together([part("parent", "child", seconds=1)], later(60))
+    child = int((session.work / "child.pid").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_what_has_no_memory_before_the_deadline_is_not_started(session: Session, tmp_path: Path) -> None:
