@@ -1,9 +1,9 @@
 """Fetches the CUDA kernel packages for a GPU machine without a network, trimmed, one archive for each.
 
 A machine that runs them needs Python 3.12, torch 2.11 for CUDA 13 and glibc 2.28 or newer. What is fetched is never
-committed. `unpack` puts the archives on the other machine's path. Packages come in sets, because a machine may take few
-bytes at a time: `libraries` are NVIDIA's kernels, `tilelang` the compiler of the AMD ones, `commands` what the wheel of
-Halocline itself needs beside torch, as wheels, so that pip installs them.
+committed. `unpack` puts the archives on the other machine's path. Packages come in sets, a folder for each, because a
+machine may take few bytes at a time: `libraries` are NVIDIA's kernels, `tilelang` the compiler of the AMD ones,
+`commands` what the wheel of Halocline itself needs beside torch, as wheels, so that pip installs them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 
 __all__ = ["PACKAGES", "SETS", "Package", "fetch", "main", "unpack"]
 
+_ENDS = ("*.tar.xz", "*.whl")
 _PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35, 39)),
     "manylinux2014_x86_64",
@@ -37,14 +38,14 @@ class Package:
         version: The only one that is fetched.
         without: Parts of paths that stay behind: files that DeepSeek-V4 on sm_90 never loads.
         links: Names that the wheel gives to a second copy of a file, and the first copy's name.
-        set: `libraries`, `tilelang` or `commands`.
+        sets: Of `libraries`, `tilelang` and `commands`.
     """
 
     name: str
     version: str
     without: tuple[str, ...] = ()
     links: tuple[tuple[str, str], ...] = ()
-    set: str = "libraries"
+    sets: tuple[str, ...] = ("libraries",)
 
     @property
     def archive(self) -> str:
@@ -60,7 +61,7 @@ class Package:
 PACKAGES = (
     Package(name="sglang-kernel", version="0.4.5", without=("flash_ops", "infllm_ops", "/sm100/")),
     Package(name="sgl-deep-gemm", version="0.1.4.post1"),
-    Package(name="apache-tvm-ffi", version="0.1.11"),
+    Package(name="apache-tvm-ffi", version="0.1.11", sets=("libraries", "tilelang")),
     Package(name="flashinfer-python", version="0.6.15.post1"),
     Package(name="sgl-flash-mla", version="1.0.0"),
     Package(
@@ -68,23 +69,23 @@ PACKAGES = (
         version="0.1.15",
         # Python files stay, those of other devices too: importing the package reads all of them.
         without=(".cc", "src/ascend", "src/metal", "tvm/src", "tvm/include", "cutlass/tools"),
-        set="tilelang",
+        sets=("tilelang",),
     ),
     Package(
         name="z3-solver",
         version="4.15.4.0",
         without=("bin/z3", "libz3.so.", "z3/include"),
         links=(("z3/lib/libz3.so.4.15", "libz3.so"),),
-        set="tilelang",
+        sets=("tilelang",),
     ),
-    Package(name="torch-c-dlpack-ext", version="0.1.5", set="tilelang"),
-    Package(name="deepseek-recipe", version="0.2.0", set="commands"),
-    Package(name="llguidance", version="1.6.1", set="commands"),
-    Package(name="starlette", version="1.10.0", set="commands"),
-    Package(name="uvicorn", version="0.54.0", set="commands"),
-    Package(name="httptools", version="0.9.0", set="commands"),
+    Package(name="torch-c-dlpack-ext", version="0.1.5", sets=("tilelang",)),
+    Package(name="deepseek-recipe", version="0.2.0", sets=("commands",)),
+    Package(name="llguidance", version="1.6.1", sets=("commands",)),
+    Package(name="starlette", version="1.10.0", sets=("commands",)),
+    Package(name="uvicorn", version="0.54.0", sets=("commands",)),
+    Package(name="httptools", version="0.9.0", sets=("commands",)),
 )
-SETS = tuple(dict.fromkeys(package.set for package in PACKAGES))
+SETS = tuple(dict.fromkeys(name for package in PACKAGES for name in package.sets))
 
 
 def _download(package: Package, folder: Path) -> Path:
@@ -116,33 +117,37 @@ def fetch(folder: Path, downloads: Path, names: Sequence[str]) -> dict[str, int]
     """Fetches and packs packages; archives that are there already stay.
 
     Args:
-        folder: Where archives go.
+        folder: Where the folders of the sets go.
         downloads: Where wheels are kept.
         names: Distributions or sets of them; all when empty.
 
     Returns:
-        Bytes of each archive.
+        Bytes of each file, by its path below the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     downloads.mkdir(parents=True, exist_ok=True)
     sizes = {}
     for package in PACKAGES:
-        if names and package.name not in names and package.set not in names:
-            continue
-        archive = folder / package.archive
-        if not archive.exists():
-            wheel = _download(package, downloads)
-            if package.set == "commands":
-                shutil.copy(wheel, folder)
-                archive = folder / wheel.name
-            else:
-                _pack(package, wheel, archive)
-        sizes[package.name] = archive.stat().st_size
+        for own in package.sets:
+            if not names or package.name in names or own in names:
+                (folder / own).mkdir(parents=True, exist_ok=True)
+                archive = _bring(package, folder / own, downloads, as_wheel=own == "commands")
+                sizes[f"{own}/{archive.name}"] = archive.stat().st_size
     return sizes
 
 
-def unpack(folder: Path, target: Path) -> list[str]:
-    """Unpacks every archive and wheel of a folder but Halocline's own into one folder: libraries find each other there.
+def _bring(package: Package, folder: Path, downloads: Path, *, as_wheel: bool) -> Path:
+    """The package's file in a folder, made if it is not there."""
+    if as_wheel:
+        wheel = _download(package, downloads)
+        return Path(shutil.copy(wheel, folder))
+    archive = folder / package.archive
+    if not archive.exists():
+        _pack(package, _download(package, downloads), archive)
+    return archive
+
+
+def unpack(folders: Sequence[Path], target: Path) -> list[str]:
+    """Unpacks every archive and wheel but Halocline's own into one folder, where libraries find each other.
 
     What was unpacked there before is left alone.
 
@@ -151,8 +156,8 @@ def unpack(folder: Path, target: Path) -> list[str]:
     """
     target.mkdir(parents=True, exist_ok=True)
     names = []
-    for archive in sorted((*folder.glob("*.tar.xz"), *folder.glob("*.whl"))):
-        if archive.name.startswith("halocline-"):
+    for archive in sorted(path for folder in folders for end in _ENDS for path in folder.glob(end)):
+        if archive.name.startswith("halocline-") or archive.name in names:
             continue
         done = target / f".{archive.name}"
         if not done.exists():
@@ -169,11 +174,11 @@ def unpack(folder: Path, target: Path) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Fetches packages and prints what they weigh."""
     parser = argparse.ArgumentParser(prog="./dev bench fetch_wheels", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(".whl/gpu"), help="folder of the archives")
+    parser.add_argument("--out", type=Path, default=Path(".whl"), help="folder of the sets")
     parser.add_argument("--downloads", type=Path, default=Path(".cache/downloads"), help="folder of the wheels")
     parser.add_argument("names", nargs="*", metavar="NAME", help="distributions or sets; all when left out")
     options = parser.parse_args(list(arguments))
     sizes = fetch(options.out, options.downloads, options.names)
-    sys.stdout.writelines(f"{name:20s} {size:>12,} bytes\n" for name, size in sizes.items())
-    sys.stdout.write(f"{'in all':20s} {sum(sizes.values()):>12,} bytes in {options.out}\n")
+    sys.stdout.writelines(f"{name[:60]:60s} {size:>12,} bytes\n" for name, size in sizes.items())
+    sys.stdout.write(f"{'in all':60s} {sum(sizes.values()):>12,} bytes in {options.out}\n")
     return 0

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--model", type=Path, default=Path("graded"), help="folder of the graded model")
     parser.add_argument("--suite", default="graded", help="quick, check or graded")
     parser.add_argument("--answers", type=Path, required=True, help="from `halocline eval --recipe served --json`")
-    parser.add_argument("--out", type=Path, default=Path(".whl/gpu/prompts.json"), help="file to write")
+    parser.add_argument("--out", type=Path, default=Path(".whl/prompts.json"), help="file to write")
     options = parser.parse_args(list(arguments))
     count = write_prompts(options.model, options.suite, load_answers(options.answers), options.out)
     sys.stdout.write(f"{count} answers of the reference in {options.out}\n")

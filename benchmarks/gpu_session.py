@@ -191,8 +191,10 @@ def _deliver(work: Path, out: Path) -> None:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="./dev gpu", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="folder of rows and logs; kept rows tell what is done already")
-    parser.add_argument("--wheels", type=Path, help="folder of archives, from fetch_wheels")
-    parser.add_argument("--prompts", type=Path, help="file from gpu_prompts; prompts.json of the wheels if left out")
+    parser.add_argument("--wheels", type=Path, nargs="+", default=[], help="folders of archives, from fetch_wheels")
+    parser.add_argument(
+        "--prompts", type=Path, help="file from gpu_prompts; prompts.json beside the folders of wheels if left out"
+    )
     parser.add_argument("--parts", default="", metavar="A,B", help="only these parts, beside those of --calls")
     parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
     parser.add_argument("--seconds", type=float, default=555.0, help="for each call")
@@ -253,14 +255,15 @@ def lacks(part: Part, options: argparse.Namespace, site: Path) -> str:
         found = _prompts(options)
         return "" if found is not None and found.is_file() else needs
     if needs == "halocline wheel":
-        return "" if options.wheels and any(options.wheels.glob("halocline-*.whl")) else needs
+        return "" if any(any(folder.glob("halocline-*.whl")) for folder in options.wheels) else needs
     if not needs or shutil.which(needs) or (site / needs).is_dir() or importlib.util.find_spec(needs.replace("-", "_")):
         return ""
     return needs
 
 
 def _prompts(options: argparse.Namespace) -> Path | None:
-    found: Path | None = options.prompts or (options.wheels / "prompts.json" if options.wheels else None)
+    beside = [folder.resolve().parent / "prompts.json" for folder in options.wheels]
+    found: Path | None = options.prompts or next((path for path in beside if path.is_file()), None)
     return found
 
 
@@ -270,7 +273,7 @@ def _session(options: argparse.Namespace, path: Path, start: float) -> Session:
     work.mkdir(parents=True, exist_ok=True)
     commit = options.commit or commit_here()
     rows = Rows(path, part="session", commit=commit)
-    unpacked = unpack(options.wheels.resolve(), site) if options.wheels else []
+    unpacked = unpack(options.wheels, site)
     rows.add("session.unpacked", unpacked, "archives", params={"seconds": round(time.monotonic() - start, 1)})
     rows.add("session.device", str(probe(process_settings())), "text")
     prompts = _prompts(options)
@@ -281,7 +284,7 @@ def _session(options: argparse.Namespace, path: Path, start: float) -> Session:
         options=(
             *("--out", str(work.resolve()), "--rows", str(path.resolve()), "--commit", commit),
             *(("--prompts", str(prompts.resolve())) if prompts else ()),
-            *(("--wheels", str(options.wheels.resolve())) if options.wheels else ()),
+            *(("--wheels", *(str(folder.resolve()) for folder in options.wheels)) if options.wheels else ()),
             *(("--tiny",) if options.tiny else ()),
         ),
         rows=rows,

@@ -83,13 +83,14 @@ def _counted(report: Path) -> dict[str, int]:
 def wheel(rows: Rows, options: argparse.Namespace) -> None:
     """The wheel in an empty environment that has this Python's packages: what a new user runs first."""
     with rows.guard("wheel"):
-        folder = options.wheels
-        ours = sorted(folder.glob("halocline-*.whl")) if folder is not None else []
+        folders: list[Path] = options.wheels
+        ours = sorted(path for folder in folders for path in folder.glob("halocline-*.whl"))
         if not ours:
-            raise RuntimeError(f"there is no halocline-*.whl in {folder}; ./dev wheel builds it into dist/")
+            where = ", ".join(map(str, folders)) or "no folder"
+            raise RuntimeError(f"there is no halocline-*.whl in {where}; ./dev wheel builds it into dist/")
         with TemporaryDirectory() as temporary:
             python = _environment(Path(temporary) / "venv")
-            _install(rows, python, folder, ours[-1])
+            _install(rows, python, folders, ours[-1])
             version = _must([str(python), "-c", "import sys; print(sys.version.split()[0])"]).stdout.strip()
             checked = _run([*_pip(python), "check"], apart=True)
             rows.add("wheel.pip_check", checked.returncode, "exit status", params={"said": checked.stdout[-500:]})
@@ -112,13 +113,15 @@ def _pip(python: Path) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python)]
 
 
-def _install(rows: Rows, python: Path, folder: Path, wheel: Path) -> None:
+def _install(rows: Rows, python: Path, folders: Sequence[Path], wheel: Path) -> None:
     """Installs the wheel with what it needs; where a package of this machine is too old, without asking for any."""
-    install = [*_pip(python), "install", "-q", "--no-index", "--find-links", str(folder)]
+    places = [word for folder in folders for word in ("--find-links", str(folder))]
+    install = [*_pip(python), "install", "-q", "--no-index", *places]
     done = _run([*install, str(wheel)], apart=True)
     rows.add("wheel.install", done.returncode, "exit status", params={"said": (done.stdout + done.stderr)[-700:]})
     if done.returncode != 0:
-        _must([*install, "--no-deps", *sorted(str(path) for path in folder.glob("*.whl"))])
+        every = sorted(str(path) for folder in folders for path in folder.glob("*.whl"))
+        _must([*install, "--no-deps", *every])
 
 
 def _run(command: Sequence[str], *, cwd: Path | None = None, apart: bool = False) -> subprocess.CompletedProcess[str]:
