@@ -26,6 +26,7 @@ from halocline.benchmarks.gpu_criteria import verdicts
 from halocline.benchmarks.gpu_plan import CALLS, Part, chosen_parts
 from halocline.benchmarks.gpu_rows import Rows, commit_here, read_rows
 from halocline.benchmarks.gpu_tables import plan_table, verdict_lines
+from halocline.benchmarks.gpu_tools import find_program
 from halocline.hal.probe import probe
 from halocline.hal.settings import process_settings
 
@@ -256,7 +257,7 @@ def lacks(part: Part, options: argparse.Namespace, site: Path) -> str:
         return "" if found is not None and found.is_file() else needs
     if needs == "halocline wheel":
         return "" if any(any(folder.glob("halocline-*.whl")) for folder in options.wheels) else needs
-    if not needs or shutil.which(needs) or (site / needs).is_dir() or importlib.util.find_spec(needs.replace("-", "_")):
+    if not needs or find_program(needs) or (site / needs).is_dir() or importlib.util.find_spec(needs.replace("-", "_")):
         return ""
     return needs
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from halocline.benchmarks.gpu_rows import Rows
 
-__all__ = ["errors_found", "sanitizer", "tests", "wheel"]
+__all__ = ["errors_found", "find_program", "sanitizer", "tests", "wheel"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _SUMMARY = re.compile(r"(?:ERROR SUMMARY|RACECHECK SUMMARY): (\d+)")
@@ -31,13 +31,21 @@ def errors_found(text: str) -> int | None:
     return sum(counts) if counts else None
 
 
+def find_program(name: str) -> str | None:
+    """A program of the path, or of the CUDA toolkit, whose folder often is not on it."""
+    nvcc = shutil.which("nvcc")
+    toolkit = [Path(nvcc).resolve().parent] if nvcc else []
+    places = [str(folder) for folder in (*toolkit, Path("/usr/local/cuda/bin"))]
+    return shutil.which(name) or shutil.which(name, path=":".join(places))
+
+
 def sanitizer(rows: Rows, options: argparse.Namespace) -> None:
     """The portable kernels on their smallest inputs under compute-sanitizer, without torch's memory pool."""
     params = {"tool": options.tool, "ops": options.ops}
     with rows.guard("sanitizer", **params):
-        program = shutil.which("compute-sanitizer")
+        program = find_program("compute-sanitizer")
         if program is None:
-            raise RuntimeError("compute-sanitizer is not on the path; it comes with the CUDA toolkit")
+            raise RuntimeError("compute-sanitizer is nowhere; it comes with the CUDA toolkit")
         part = [sys.executable, "-m", "halocline.benchmarks", "gpu_parts", "smallest", "--tool", options.tool]
         part += ["--out", str(options.out), *(["--ops", *options.ops] if options.ops else [])]
         part += ["--kernels", *options.kernels] if options.kernels else []

@@ -263,7 +263,7 @@ def test_a_checker_that_says_nothing_or_fails_is_an_error(
     summary = f"========= ERROR SUMMARY: {said} errors" if said else "Device not supported"
     program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\necho "{summary}"\nexit {status}\n')
     program.chmod(0o755)
-    monkeypatch.setattr(gpu_tools.shutil, "which", lambda _name: str(program))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     rows = run("sanitizer", "--ops", "norm")
     (row,) = [row for row in rows if row["name"] in {"sanitizer.errors", "sanitizer"}]
     assert row["unit"] == unit
