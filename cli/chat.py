@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halocline.cli import model_options as options
+from halocline.cli.rank_options import RankOptions, takes_ranks
 from halocline.hal.errors import RequestError
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 _HELP = "Type a message. /reset begins anew, /quit or end of file leaves, Ctrl-C stops an answer."
 
 
+@takes_ranks
 def chat(
-    ctx: typer.Context,
+    ranks: RankOptions,
     model: options.Model,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     effort: options.Effort = None,
@@ -38,16 +40,12 @@ def chat(
     max_context: options.MaxContext = None,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
-    tp: options.Tp = None,
-    ep: options.Ep = None,
-    dp_attention: options.DpAttention = None,
-    gpus: options.Gpus = None,
 ) -> None:
     """Talk with a model. Reasoning is shown dimmed; the prefix cache keeps the conversation warm."""
     from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
 
-    sizes = options.spread(ctx, model, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
+    sizes = ranks.spread(model)
     params = SamplingParams(max_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
     prepared = options.prepare(
         model,

@@ -7,21 +7,25 @@ written on the spot: its answers make none, but every token is known.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from halocline.cli.rank_options import RankOptions, is_leader, takes_ranks
 from halocline.hal.errors import MachineError, lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from halocline.engine.evaluation import Mark
     from halocline.engine.llm import LLM
+    from halocline.engine.ranks.team import Team
     from halocline.hal.settings import Settings
     from halocline.hal.table import KernelTable
+    from halocline.models.parallel import ParallelSizes
 
 __all__ = ["EXERCISES", "GOLDEN_IDS", "LEAST_MARGIN", "PROMPT", "SEED", "check_answers", "check_ids", "demo"]
 
@@ -43,7 +47,9 @@ GOLDEN_IDS = (
 # fmt: on
 
 
+@takes_ranks
 def demo(
+    ranks: RankOptions,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Write the tiny model here and leave it.")] = None,
 ) -> None:
     """Let the graded model answer four questions, then check a tiny random model token by token.
@@ -52,26 +58,59 @@ def demo(
     answer or token ends with status 1.
     """
     start = time.monotonic()
-    _ask_graded_model()
+    from halocline.engine.ranks.joining import join_ranks
+    from halocline.models.deepseek_v4.presets import preset
+    from halocline.models.registry import FAMILIES
+
+    tiny = (preset("tiny"), FAMILIES["deepseek_v4"])
+    sizes = ranks.spread(tiny)
+    team = join_ranks(_on_cpu(), sizes)
+    _ask_graded_model(sizes, team)
     with TemporaryDirectory(prefix="halocline-demo-") as temporary:
-        _run_tiny_model(keep or Path(temporary) / "model")
-    typer.echo(f"done in {time.monotonic() - start:.1f} s")
+        is_leader = team is None or team.is_leader
+        _run_tiny_model(keep if keep is not None and is_leader else Path(temporary) / "model", sizes, team)
+    if team is not None:
+        team.leave()
+    _say(f"done in {time.monotonic() - start:.1f} s")
 
 
-def _ask_graded_model() -> None:
+def _say(text: str) -> None:
+    """Prints a line, on the rank that speaks."""
+    if is_leader():
+        typer.echo(text)
+
+
+@contextmanager
+def _open(folder: Path, sizes: ParallelSizes, team: Team | None, **more: Any) -> Iterator[LLM | None]:
+    """A model on the CPU; None on ranks that only follow, once the model has been closed."""
+    from halocline.engine.llm import LLM
+    from halocline.engine.load_options import LoadOptions
+    from halocline.engine.loading import prepare_model
+
+    prepared = prepare_model(LoadOptions(model=folder, sizes=sizes, settings=_on_cpu(), **more), team=team)
+    if team is not None and not team.is_leader:
+        prepared.follow()
+        yield None
+        return
+    with LLM(prepared.load()) as llm:
+        yield llm
+
+
+def _ask_graded_model(sizes: ParallelSizes, team: Team | None) -> None:
     from halocline.engine.evaluation import evaluate
     from halocline.engine.graded_model import find_graded_model, suite_file
     from halocline.engine.grading import MAX_NEW_TOKENS, load_suite
-    from halocline.engine.llm import LLM
 
     folder = find_graded_model()
     if folder is None:
-        typer.echo("model: the graded one is not installed (the wheel does not carry it); a tiny random one has to do")
+        _say("model: the graded one is not installed (the wheel does not carry it); a tiny random one has to do")
         return
     by_name = {exercise.name: exercise for exercise in load_suite(suite_file(folder, "quick"))}
     exercises = [by_name[name] for name in EXERCISES.values()]
     longest = max(exercise.prompt_tokens for exercise in exercises) + MAX_NEW_TOKENS
-    with LLM(folder, max_requests=len(exercises), max_positions=longest, settings=_on_cpu()) as llm:
+    with _open(folder, sizes, team, max_requests=len(exercises), max_positions=longest) as llm:
+        if llm is None:
+            return
         typer.echo(f"model: the graded one, {folder}, recipe {llm.recipe.name}")
         typer.echo(f"kernels {llm.kernels.digest} on {llm.kernels.device}")
         marks = evaluate(llm, exercises, progress=False).marks
@@ -128,9 +167,8 @@ def _on_cpu() -> Settings:
     return replace(process_settings(), device="cpu")
 
 
-def _run_tiny_model(folder: Path) -> None:
+def _run_tiny_model(folder: Path, sizes: ParallelSizes, team: Team | None) -> None:
     from halocline.cli.stream_printer import visible
-    from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
     from halocline.models.checkpoint import Checkpoint
     from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
@@ -139,8 +177,10 @@ def _run_tiny_model(folder: Path) -> None:
     make_checkpoint(folder, preset("tiny"), seed=SEED, num_shards=3)
     checkpoint = Checkpoint.open(folder)
     formats = ", ".join(f"{count} {name}" for name, count in sorted(checkpoint.formats.items()))
-    typer.echo(f"model: tiny, seed {SEED}, {checkpoint.nbytes:,} bytes; matrices: {formats}")
-    with LLM(folder, recipe="float32", max_requests=2, cache_bytes=2**26, settings=_on_cpu()) as llm:
+    _say(f"model: tiny, seed {SEED}, {checkpoint.nbytes:,} bytes; matrices: {formats}")
+    with _open(folder, sizes, team, recipe="float32", max_requests=2, cache_bytes=2**26) as llm:
+        if llm is None:
+            return
         _print_kernels(llm.kernels)
         params = SamplingParams(temperature=0, max_tokens=len(GOLDEN_IDS), logprobs=2)
         output = llm.generate(PROMPT, params)[0].outputs[0]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from halocline.cli import model_options as options
+from halocline.cli.rank_options import RankOptions, takes_ranks
 from halocline.hal.errors import RequestError, lines
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["evaluate"]
 
 
+@takes_ranks
 def evaluate(
+    ranks: RankOptions,
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="Folder of the checkpoint. [default: the graded one]")
     ] = None,
@@ -71,6 +74,7 @@ def evaluate(
         max_requests=max_requests,
         max_step_tokens=step_tokens,
         prefix_caching=not no_prefix_cache,
+        sizes=ranks.spread(folder),
     )
     loaded = _with_room(prepared, exercises).load()
     with LLM(loaded) as llm:
@@ -80,12 +84,7 @@ def evaluate(
         facts = _facts(loaded, suite)
         measures = _measure_text(prepared, llm) if (suite != "quick" if text is None else text) else {}
     agreement = compare_answers(evaluation.marks, earlier) if earlier is not None else None
-    if as_json:
-        compared = {} if agreement is None else {"agreement": dataclasses.asdict(agreement)}
-        report = {**facts, **measures, **compared, **evaluation.to_json()}
-        typer.echo(json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False))
-    else:
-        _print(evaluation, facts, measures, agreement)
+    (_print_json if as_json else _print)(evaluation, facts, measures, agreement)
     return int(at_least is not None and evaluation.score < at_least)
 
 
@@ -111,7 +110,8 @@ def _with_room(prepared: PreparedModel, exercises: list[Exercise]) -> PreparedMo
 
     longest = max(len(prompt_of(prepared.prompter.chat, exercise)) for exercise in exercises)
     needed = min(longest + MAX_NEW_TOKENS, prepared.limits.max_tokens)
-    return prepare_model(dataclasses.replace(prepared.options, max_positions=needed))
+    roomy = prepare_model(dataclasses.replace(prepared.options, max_positions=needed), team=prepared.team)
+    return dataclasses.replace(roomy, keeps_team=prepared.keeps_team)
 
 
 def _facts(loaded: LoadedModel, suite: str) -> dict[str, Any]:
@@ -144,10 +144,18 @@ def _measure_text(prepared: PreparedModel, llm: LLM) -> dict[str, Any]:
 
     texts = load_texts(text_file(prepared.options.model))
     measures: dict[str, Any] = {"perplexity": perplexity(llm, texts)}
-    if prepared.checkpoint.config.num_mtp_layers:
+    if prepared.checkpoint.config.num_mtp_layers and prepared.options.sizes.world == 1:  # drafts need every weight
         ids = [prepared.prompter.completion(text) for text in texts]
         measures["draft_acceptance"] = draft_acceptance(prepared.checkpoint, llm.recipe, llm.kernels, ids)
     return measures
+
+
+def _print_json(
+    evaluation: Evaluation, facts: dict[str, Any], measures: dict[str, Any], agreement: Agreement | None
+) -> None:
+    compared = {} if agreement is None else {"agreement": dataclasses.asdict(agreement)}
+    report = {**facts, **measures, **compared, **evaluation.to_json()}
+    typer.echo(json.dumps(report, ensure_ascii=False, indent=2, allow_nan=False))
 
 
 def _print(

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from halocline.cli import model_options as options
+from halocline.cli.rank_options import RankOptions, is_leader, takes_ranks
 from halocline.hal.errors import RequestError, lines
 
 if TYPE_CHECKING:
     from halocline.engine.generation import OutputStream
     from halocline.engine.llm import LLM, Prompt
-    from halocline.engine.prompt import ChatPrompt, Prompter
+    from halocline.engine.prompt import Prompter
 
 __all__ = ["generate"]
 
@@ -26,8 +27,9 @@ logger = logging.getLogger(__name__)
 _DEFAULT_NEW_TOKENS = 256
 
 
+@takes_ranks
 def generate(
-    ctx: typer.Context,
+    ranks: RankOptions,
     model: options.Model,
     prompt: Annotated[str | None, typer.Option(help="Text to continue, or the user's turn with --chat.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="Read it from a file; - is stdin.")] = None,
@@ -49,10 +51,6 @@ def generate(
     max_context: options.MaxContext = None,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
-    tp: options.Tp = None,
-    ep: options.Ep = None,
-    dp_attention: options.DpAttention = None,
-    gpus: options.Gpus = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end.")] = False,
 ) -> int:
     """Continue a text, or answer one turn of a chat.
@@ -60,8 +58,8 @@ def generate(
     The text goes to standard output as it is generated; progress and figures go to standard error. On a terminal
     reasoning is shown dimmed, elsewhere only the answer is printed.
     """
-    sizes = options.spread(ctx, model, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
-    given = _read_prompt(prompt, prompt_file, prompt_ids) if options.is_leader() else ""
+    sizes = ranks.spread(model)
+    given = _read_prompt(prompt, prompt_file, prompt_ids) if is_leader() else ""
     from halocline.engine.admission import admit
     from halocline.engine.llm import LLM
     from halocline.engine.sampling_params import SamplingParams
@@ -86,11 +84,9 @@ def generate(
         max_requests=1,
         sizes=sizes,
     )
-    if not options.is_leader():
+    if not is_leader():
         prepared.load()
-    asked: Prompt = given
-    if chat:
-        asked = _chat_turn(prepared.prompter, given, system=system, effort=effort, thinking=not no_thinking)
+    asked = _asked(prepared.prompter, given, chat=chat, system=system, effort=effort, thinking=not no_thinking)
     ids = prepared.prompter.ids(asked)
     if params.max_tokens is None:
         room = prepared.limits.max_tokens - len(ids)
@@ -100,9 +96,12 @@ def generate(
         return _print(llm, llm.stream(asked, params), as_json=as_json)
 
 
-def _chat_turn(
-    prompter: Prompter, given: str | list[int], *, system: str | None, effort: str | None, thinking: bool
-) -> ChatPrompt:
+def _asked(
+    prompter: Prompter, given: str | list[int], *, chat: bool, system: str | None, effort: str | None, thinking: bool
+) -> Prompt:
+    """The prompt as given, or as the user's turn of a chat."""
+    if not chat:
+        return given
     if not isinstance(given, str):
         raise RequestError(lines("token ids are no chat turn", asked="--prompt-ids with --chat", try_="--prompt"))
     messages = [{"role": "system", "content": system}] if system is not None else []

@@ -7,6 +7,7 @@ commands themselves are listed in `halocline.cli.commands` and live in one file 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -14,7 +15,6 @@ import typer.main
 
 from halocline import __version__
 from halocline.cli.commands import COMMANDS
-from halocline.cli.invocation import Invocation
 from halocline.cli.lazy import LazyGroup
 from halocline.hal.errors import HaloclineError, SettingsError
 from halocline.hal.logs import configure
@@ -23,9 +23,22 @@ from halocline.hal.settings import process_settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["main"]
+__all__ = ["Invocation", "main"]
 
 _VERBOSITY_WITH_TRACEBACK = 2
+
+
+@dataclass
+class Invocation:
+    """What one call of the command line said.
+
+    Attributes:
+        arguments: All of them, without the program's name, for commands that start it again in further processes.
+        verbosity: What -v said.
+    """
+
+    arguments: list[str] = field(default_factory=list)
+    verbosity: int = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from halocline.cli import model_options as options
+from halocline.cli.rank_options import RankOptions, is_leader, takes_ranks
 from halocline.hal.errors import InputError, lines
 from halocline.hal.logs import verbosity
 from halocline.hal.settings import process_settings
+
+if TYPE_CHECKING:
+    from halocline.serving.server import Bind
+    from halocline.serving.state import ServerConfig
 
 __all__ = ["serve"]
 
 _MIB = 2**20
 
 
+@takes_ranks
 def serve(
     ctx: typer.Context,
+    ranks: RankOptions,
     model: options.Model,
     host: Annotated[
         str, typer.Option(help="Address to listen on; this machine alone unless told otherwise.")
@@ -45,16 +52,12 @@ def serve(
     max_context: options.MaxContext = None,
     memory_fraction: options.MemoryFraction = None,
     cache_bytes: options.CacheBytes = None,
-    tp: options.Tp = None,
-    ep: options.Ep = None,
-    dp_attention: options.DpAttention = None,
-    gpus: options.Gpus = None,
 ) -> int:
     """Serve a model over HTTP.
 
     The first SIGTERM or Ctrl-C lets what runs come to its end, the second stops it. See docs/serving.md.
     """
-    sizes = options.spread(ctx, model, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
+    sizes = ranks.spread(model)
     given: dict[str, Any] = {
         "model": str(model),
         "effort": effort,
@@ -68,20 +71,11 @@ def serve(
         "cache_bytes": cache_bytes,
         "sizes": (sizes.tp, sizes.dp, sizes.ep) if sizes.world > 1 else None,
     }
-    if not options.is_leader():
-        from halocline.serving.engine_factory import follow_engine
-
-        follow_engine(**{key: value for key, value in given.items() if value is not None})
-        return 0
-    from halocline.serving.engine_process import EngineLaunch, ProcessEngine
-    from halocline.serving.server import Bind, run_server
+    if not is_leader():
+        return _follow(given)
+    from halocline.serving.server import Bind
     from halocline.serving.state import ServerConfig
 
-    launch = EngineLaunch(
-        factory="halocline.serving.engine_factory:load_engine",
-        arguments={key: value for key, value in given.items() if value is not None},
-        verbosity=verbosity(),
-    )
     config = ServerConfig(
         name=name,
         aliases=tuple(alias or ()),
@@ -91,9 +85,30 @@ def serve(
         max_body_bytes=max_body_mib * _MIB,
         settings=_settings(ctx),
     )
+    return _run(given, config, Bind(host=host, port=port))
+
+
+def _follow(given: dict[str, Any]) -> int:
+    """On a rank other than 0: no HTTP, only the engine's steps."""
+    from halocline.serving.engine_factory import follow_engine
+
+    follow_engine(**{key: value for key, value in given.items() if value is not None})
+    return 0
+
+
+def _run(given: dict[str, Any], config: ServerConfig, bind: Bind) -> int:
+    """Starts the engine's process and serves."""
+    from halocline.serving.engine_process import EngineLaunch, ProcessEngine
+    from halocline.serving.server import run_server
+
+    launch = EngineLaunch(
+        factory="halocline.serving.engine_factory:load_engine",
+        arguments={key: value for key, value in given.items() if value is not None},
+        verbosity=verbosity(),
+    )
     engine = ProcessEngine(launch)
-    ends_with = engine.wait_until_gone if sizes.world > 1 else None  # the other ranks have ended too
-    return run_server(engine, config, Bind(host=host, port=port), ends_with=ends_with)
+    ends_with = engine.wait_until_gone if given["sizes"] is not None else None  # the other ranks have ended too
+    return run_server(engine, config, bind, ends_with=ends_with)
 
 
 def _read_keys(path: Path | None) -> tuple[str, ...]:
