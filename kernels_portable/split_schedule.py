@@ -45,6 +45,13 @@ def _blocks(lengths_ptr, other_ptr, tokens, inside, HAS_OTHER: tl.constexpr, ROW
     return blocks
 
 
+@triton.jit
+def _through(values, SIZE: tl.constexpr):
+    """Sums of the values up to and with each, by comparison: there are fewer values than threads."""
+    place = tl.arange(0, SIZE)
+    return tl.sum(tl.where(place[:, None] <= place[None, :], values[:, None], 0), axis=0)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _split_schedule_kernel(
     lengths_ptr, other_ptr, parts_ptr, divisions_ptr, num_tokens, HAS_OTHER: tl.constexpr, PARTS: tl.constexpr,
@@ -63,7 +70,8 @@ def _split_schedule_kernel(
     part = tl.arange(0, PART_BLOCK)
     low, high = part * share, (part + 1) * share
     first = tl.zeros((PART_BLOCK,), tl.int32)
-    first_cost = tl.zeros((PART_BLOCK,), tl.int32)
+    first_begin = tl.full((PART_BLOCK,), 2147483647, tl.int32)
+    first_part = tl.full((PART_BLOCK,), 2147483647, tl.int32)
     last = tl.full((PART_BLOCK,), -1, tl.int32)
     last_begin = tl.zeros((PART_BLOCK,), tl.int32)
     last_end = tl.zeros((PART_BLOCK,), tl.int32)
@@ -73,28 +81,30 @@ def _split_schedule_kernel(
         tokens = start + tl.arange(0, STEP)
         inside = tokens < num_tokens
         cost = tl.where(inside, _blocks(lengths_ptr, other_ptr, tokens, inside, HAS_OTHER, ROWS) + TOKEN_COST, 0)
-        end = before + tl.cumsum(cost, axis=0)
+        end = before + _through(cost, STEP)
         begin = end - cost + TOKEN_COST  # of the blocks: the cost of the token itself lies before them
         key_low = tl.where(whole, end - cost + 1, end)  # a token is behind a part's beginning if this is
         key_high = tl.where(whole, end - cost, begin)
         passed = inside[None, :] & (key_low[None, :] <= low[:, None])
         reached = inside[None, :] & (key_high[None, :] < high[:, None])
+        ahead = inside[None, :] & (key_low[None, :] > low[:, None])
+        its_part = begin // share
         first += tl.sum(passed.to(tl.int32), axis=1)
-        first_cost = tl.maximum(first_cost, tl.max(tl.where(passed, end[None, :], 0), axis=1))
+        first_begin = tl.minimum(first_begin, tl.min(tl.where(ahead, begin[None, :], 2147483647), axis=1))
+        first_part = tl.minimum(first_part, tl.min(tl.where(ahead, its_part[None, :], 2147483647), axis=1))
         last += tl.sum(reached.to(tl.int32), axis=1)
         last_begin = tl.maximum(last_begin, tl.max(tl.where(reached, begin[None, :], 0), axis=1))
         last_end = tl.maximum(last_end, tl.max(tl.where(reached, end[None, :], 0), axis=1))
-        count = tl.where(whole, 1, (end - 1) // share - begin // share + 1)
+        count = tl.where(whole, 1, (end - 1) // share - its_part + 1)
         count = tl.where(inside, count, 0)
-        through = divided + tl.cumsum(count, axis=0)
+        through = divided + _through(count, STEP)
         tl.store(divisions_ptr + tokens, through - count, mask=inside)
         before += tl.sum(cost, axis=0)
         divided += tl.sum(count, axis=0)
     tl.store(divisions_ptr + num_tokens, divided)
-    first_begin = first_cost + TOKEN_COST
     first_block = tl.where(whole, 0, tl.maximum(low - first_begin, 0))
     last_block = tl.where(whole, last_end, tl.minimum(last_end, high)) - last_begin
-    number = tl.where(whole, 0, part - first_begin // share)
+    number = tl.where(whole, 0, part - first_part)
     is_first = first_block > 0
     is_last = last_block < last_end - last_begin
     either = (first == last) & (is_first | is_last)
