@@ -12,8 +12,10 @@ import torch
 from halocline.benchmarks import device_clock
 from halocline.benchmarks.decode_step import DecodeStep, distinct_experts, random_model
 from halocline.benchmarks.gpu_engine import kernel_flags
-from halocline.benchmarks.roofline import STEP_PEERS, decode_step, prefill_rate
+from halocline.benchmarks.roofline import H200, STEP_PEERS, decode_step, prefill_rate
 from halocline.benchmarks.roofline import distinct_experts as expected_experts
+from halocline.hal.probe import probe
+from halocline.hal.settings import process_settings
 from halocline.models.deepseek_v4.presets import first_layers
 
 if TYPE_CHECKING:
@@ -28,8 +30,35 @@ _KERNELS_SHOWN = 25
 
 def decode(rows: Rows, options: argparse.Namespace) -> None:
     """Steps and prefills of each kernel set that was asked for; `--warm` runs every shape once and times nothing."""
+    if not options.warm:
+        _machine(rows, options)
     for name in options.sets:
         _one_set(rows, options, name)
+
+
+def _machine(rows: Rows, options: argparse.Namespace) -> None:
+    """What this card does in the same run: a slower one explains a smaller share of the roof."""
+    device = probe(process_settings()).torch_device
+    size, lanes = (1 << 16, 64) if options.tiny else (1 << 32, 8192)
+    first = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    second = torch.empty_like(first)
+
+    def copy() -> None:
+        second.copy_(first)
+
+    times = device_clock.milliseconds(copy, rounds=options.sizes.rounds)
+    copied = 2 * size / device_clock.median(times) / 1e9
+    rows.add("machine.copy", round(copied, 3), "TB/s", roof=H200.bandwidth / 1e12)
+    a, b, out = (torch.randn(lanes, lanes, dtype=torch.bfloat16, device=device) for _ in range(3))
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    times = device_clock.milliseconds(multiply, rounds=5)
+    rate = 2 * lanes**3 / device_clock.median(times) / 1e9
+    rows.add("machine.bf16", round(rate, 1), "TFLOP/s", roof=H200.bf16 / 1e12)
+    del first, second, a, b, out
+    device_clock.release()
 
 
 def _model_of(options: argparse.Namespace) -> tuple[str, DeepseekV4Config]:
@@ -67,6 +96,10 @@ def _one_set(rows: Rows, options: argparse.Namespace, name: str) -> None:
                 with rows.guard("decode", batch=shape, **params):
                     _step(rows, model, {**params, "batch": int(shape)}, options)
             device_clock.release()
+        # Last: once the profiler has run, everything is a few percent slower.
+        for shape in shapes if options.trace else ():
+            with rows.guard("trace", shape=shape, **params):
+                _trace(rows, model, params, shape, options)
         rows.add("decode.memory", round(device_clock.used_gib(), 1), "GiB", params=params)
 
 
@@ -98,20 +131,28 @@ def _step(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options: a
         if batch in peer.step and params["model"] == "flash" and params["layers"] == options.sizes.layers:
             compared = {**params, "peer": peer.name, "peer_ms": peer.step[batch], "peer_share": peer.share[batch]}
             rows.add("decode.peer", round(peer.step[batch] / value, 3), "x the peer", params=compared)
-    if options.trace:  # last: the profiler takes long to start
-        _trace(rows, replay, params, roof.nodes)
 
 
-def _trace(rows: Rows, replay: Callable[[], None], params: dict[str, Any], nodes: int) -> None:
-    """Where a replay goes, by kernel."""
-    found = device_clock.kernels_of(replay)
-    shown = {name: found[name] for name in list(found)[:_KERNELS_SHOWN]}
-    rows.add("decode.trace", shown, "us and launches", params=params)
-    rows.add("decode.launches", sum(count for _, count in found.values()), "launches", params=params, roof=nodes)
+def _trace(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], shape: str, options: argparse.Namespace) -> None:
+    """Where a replay or a prefill goes, by kernel."""
+    context = options.sizes.context
+    if shape == "prefill":
+        run, name, params, nodes = _prefill_run(model, context), "prefill", {**params, "tokens": context}, None
+        run()
+    else:
+        batch = int(shape)
+        step = DecodeStep(model, batch=batch, max_positions=context + 256)
+        step.place([context] * batch)
+        (run, _), name, params = step.capture(), "decode", {**params, "batch": batch, "context": context}
+        nodes = decode_step(model.config, batch=batch, context=context).nodes
+    found = device_clock.kernels_of(run)
+    shown = {kernel: found[kernel] for kernel in list(found)[:_KERNELS_SHOWN]}
+    rows.add(f"{name}.trace", shown, "us and launches", params=params)
+    rows.add(f"{name}.launches", sum(count for _, count in found.values()), "launches", params=params, roof=nodes)
 
 
-def _prefill(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options: argparse.Namespace) -> None:
-    tokens = options.sizes.context
+def _prefill_run(model: DeepseekV4Model, tokens: int) -> Callable[[], None]:
+    """A prefill of one request, its plan and the logits of its last token included."""
     step = DecodeStep(model, batch=1, max_positions=tokens, whole_windows=True)
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, model.vocab_size, (tokens,), generator=generator).tolist()
@@ -121,6 +162,12 @@ def _prefill(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options
         plan = model.plan_step(batch, step.geometry, reuse=None)
         model.compute_logits(model.forward(batch, plan, step.cache).hidden_TD[-1:])
 
+    return run
+
+
+def _prefill(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options: argparse.Namespace) -> None:
+    tokens = options.sizes.context
+    run = _prefill_run(model, tokens)
     run()
     device_clock.settle()
     if options.warm:
@@ -130,7 +177,3 @@ def _prefill(rows: Rows, model: DeepseekV4Model, params: dict[str, Any], options
     roof = prefill_rate(model.config, tokens=tokens)
     params = {**params, "tokens": tokens}
     rows.add("prefill.rate", round(rate), "tokens/s", params=params, roof=round(roof), share=round(rate / roof, 4))
-    if options.trace:
-        found = device_clock.kernels_of(run)
-        shown = {name: found[name] for name in list(found)[:_KERNELS_SHOWN]}
-        rows.add("prefill.trace", shown, "us and launches", params=params)

@@ -140,6 +140,7 @@ def test_steps_and_prefills_are_held_against_their_roofs(run: Callable[..., list
     assert named(rows, "decode.finite")[0]["value"] is True
     assert len(named(rows, "decode.experts")[0]["value"]) == 3
     assert 0 < len(named(rows, "decode.trace")[0]["value"]) <= 25
+    assert named(rows, "machine.copy")[0]["value"] > 0
     assert named(rows, "prefill.rate")[0]["value"] > 0
     assert not [row for row in rows if row["unit"] == "error"]
 
