@@ -24,11 +24,11 @@ ISA = ROOT / "tests" / "kernels_portable" / "isa_report.json"
 TILELANG = ROOT / "tests" / "backends_hip" / "tilelang_report.json"
 ARCHS = ("gfx942", "gfx950")
 
-_PRODUCTS = ("quantize_activation", "fp8_gemm", "dense_gemm", "grouped_gemm_fp4")
+_PRODUCTS = ("quantize_activation", "fp8_gemm", "thin_fp8_gemm", "dense_gemm", "thin_gemm", "grouped_gemm_fp4")
 _EXPERTS = ("align_experts", "grouped_gemm_fp4", "grouped_gemm_fp8", "grouped_gemm_plain", "swiglu", "sum_experts")
 # Kernels that serve an op on an AMD device; ops that are torch alone have none.
 OP_KERNELS: dict[str, tuple[str, ...]] = {
-    "attention.output": ("rotate_back", "fp8_gemm", "dense_gemm"),
+    "attention.output": ("rotate_back", "fp8_gemm", "thin_fp8_gemm", "dense_gemm"),
     "attention.plan": ("plan_window", "plan_blocks"),
     "attention.prepare_query": ("query_norm_rope",),
     "attention.sparse_decode": ("sparse_attention", "combine_splits"),
@@ -45,7 +45,7 @@ OP_KERNELS: dict[str, tuple[str, ...]] = {
     "hyper_connection.write": ("write_streams",),
     "indexer.logits": ("index_logits",),
     "indexer.prepare_query": ("index_query",),
-    "indexer.select": ("select_entries",),
+    "indexer.select": ("select_entries", "shortlist"),
     "kv_cache.allocate": (),
     "kv_cache.insert_window": ("insert_window",),
     "kv_cache.read_rows": ("read_rows",),

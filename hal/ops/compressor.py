@@ -26,8 +26,9 @@ class CompressorState:
     """Projected rows of each request that later entries still need: a ring addressed by position modulo its length.
 
     Attributes:
-        rows_SB2C: float32 (slots, ring rows, 2, lanes): values at index 0, scores with the position bias at 1. Only
-            rows of positions already fed are ever read, so a reused slot needs no clearing.
+        rows_SB2C: float32 (slots, ring rows, 2, lanes), lanes contiguous: values at index 0, scores with the position
+            bias at 1. Only rows of positions already fed are ever read, so a reused slot needs no clearing. It may be
+            a view of some lanes of a wider state, which is how the compressors of all layers share one buffer.
         ratio: Tokens of a block.
     """
 
@@ -37,11 +38,11 @@ class CompressorState:
 
 @op("compressor")
 def allocate_state(num_slots: int, lanes: int, *, ratio: int, extra_rows: int, device: str) -> CompressorState:
-    """Allocates the state of one compressor of one layer.
+    """Allocates the state of one compressor, or of several of one ratio, whose lanes lie side by side.
 
     Args:
         num_slots: Requests that may be in flight.
-        lanes: Projected lanes C.
+        lanes: Projected lanes C, of all of them.
         ratio: Tokens of a block: 4 keeps two blocks (they overlap), 128 keeps one.
         extra_rows: Ring rows beyond that, so that rejected drafts overwrite nothing that is needed.
         device: Where, in torch's words.
