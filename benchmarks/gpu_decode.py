@@ -32,6 +32,7 @@ def decode(rows: Rows, options: argparse.Namespace) -> None:
     """Steps and prefills of each kernel set that was asked for; `--warm` runs every shape once and times nothing."""
     if not options.warm:
         _machine(rows, options)
+        device_clock.release()
     for name in options.sets:
         _one_set(rows, options, name)
 
@@ -57,8 +58,6 @@ def _machine(rows: Rows, options: argparse.Namespace) -> None:
     times = device_clock.milliseconds(multiply, rounds=5)
     rate = 2 * lanes**3 / device_clock.median(times) / 1e9
     rows.add("machine.bf16", round(rate, 1), "TFLOP/s", roof=H200.bf16 / 1e12)
-    del first, second, a, b, out
-    device_clock.release()
 
 
 def _model_of(options: argparse.Namespace) -> tuple[str, DeepseekV4Config]:
