@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from halocline.hal.explain import Explanation
+    from halocline.models.deepseek_v4.config import DeepseekV4Config
+    from halocline.models.parallel import ParallelSizes
 
 __all__ = ["explain"]
 
@@ -20,7 +22,14 @@ _MARKS = {"run": "", "not_run": "never run here", "planned": "planned", None: "n
 def explain(
     model: Annotated[str, typer.Option(help="A released model's name, or a folder with a config.json.")] = "flash",
     device: Annotated[str | None, typer.Option(help="A recorded device; this machine's when left out.")] = None,
-    tp: Annotated[int, typer.Option(help="Ranks that share the heads.")] = 1,
+    tp: Annotated[int | None, typer.Option(min=1, help="Ranks that share the heads.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Ranks over which the experts are spread.")] = None,
+    dp_attention: Annotated[
+        int | None, typer.Option("--dp-attention", min=1, help="Groups that attend to their own requests.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="Number of ranks; a rule chooses the sizes.")
+    ] = None,
     a2a: Annotated[str, typer.Option(help="How tokens reach the ranks that hold their experts.")] = "none",
     recipe: Annotated[str | None, typer.Option(help="Numbers: float32, recipe or served.")] = None,
     op: Annotated[list[str] | None, typer.Option(help="Only this op; may be given several times.")] = None,
@@ -34,13 +43,17 @@ def explain(
     """
     from halocline.hal.errors import OverrideError
     from halocline.models.explain import explain as explain_model
+    from halocline.models.explain import find_config
 
     if packages not in (None, "recorded", "local", "none"):
         raise OverrideError(f"--packages is recorded, local or none, not {packages!r}")
+    sizes, reason = _sizes(find_config(model), device, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
     found = explain_model(
         model,
         device=device,
-        tp_size=tp,
+        tp_size=sizes.tp,
+        dp_size=sizes.dp,
+        ep_size=sizes.ep,
         a2a=a2a,
         recipe_name=recipe,
         packages=packages,  # type: ignore[arg-type]
@@ -48,18 +61,51 @@ def explain(
         ops=op or (),
     )
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=2))
+        ranks = {"tp": sizes.tp, "dp": sizes.dp, "ep": sizes.ep, "world": sizes.world, "reason": reason}
+        typer.echo(json.dumps({**found.to_json(), "ranks": ranks}, indent=2))
         return
-    _print(found)
+    _print(found, f"{sizes.world} rank(s), {sizes}: {reason}")
 
 
-def _print(found: Explanation) -> None:
+def _sizes(
+    config: DeepseekV4Config,
+    device: str | None,
+    *,
+    tp: int | None,
+    ep: int | None,
+    dp_attention: int | None,
+    gpus: int | None,
+) -> tuple[ParallelSizes, str]:
+    """The sizes asked for, or those of the rule, with the reason."""
+    from halocline.engine.parallel_rule import default_sizes
+    from halocline.engine.ranks.joining import check_model_sizes
+    from halocline.hal.errors import ConfigError, lines
+    from halocline.hal.probe import probe
+    from halocline.hal.profiles import profile
+    from halocline.hal.settings import process_settings
+    from halocline.models.parallel import ParallelSizes
+    from halocline.models.registry import FAMILIES
+
+    named = {name: size for name, size in (("tp", tp), ("dp", dp_attention), ("ep", ep)) if size is not None}
+    if gpus is not None and named:
+        raise ConfigError(
+            lines("--gpus chooses the sizes", asked=f"it and {', '.join(named)}", try_="one or the other")
+        )
+    if named:
+        return ParallelSizes(**named), "as asked"
+    on_gpu = (probe(process_settings()) if device is None else profile(device).device).is_gpu
+    family = FAMILIES["deepseek_v4"]
+    return default_sizes(family, config, gpus or 1, on_gpu=on_gpu, check=check_model_sizes)
+
+
+def _print(found: Explanation, ranks: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(markup=False, highlight=False)
     rows = found.rows()
     console.print(f"{found.model} on {found.table.device}, packages: {found.packages}")
+    console.print(ranks, soft_wrap=True)
     table = Table("op", "kernel", "chosen by", "status", box=None, padding=(0, 2, 0, 0))
     for row in rows:
         name = f"{row['op']}@{row['layers']}" if "layers" in row else row["op"]

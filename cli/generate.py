@@ -89,11 +89,15 @@ def generate(
     asked = _asked(prepared.prompter, given, chat=chat, system=system, effort=effort, thinking=not no_thinking)
     ids = prepared.prompter.ids(asked)
     if params.max_tokens is None:
-        room = prepared.limits.max_tokens - len(ids)
-        params = replace(params, max_tokens=min(_DEFAULT_NEW_TOKENS, room) if room > 0 else None)
+        params = replace(params, max_tokens=_new_tokens(prepared.limits.max_tokens - len(ids)))
     admit(ids, params, prepared.limits)  # what is refused is refused before the weights are read
     with LLM(prepared.load()) as llm:
         return _print(llm, llm.stream(asked, params), as_json=as_json)
+
+
+def _new_tokens(room: int) -> int | None:
+    """How many tokens to write where nobody says; without room, admission says what is wrong."""
+    return min(_DEFAULT_NEW_TOKENS, room) if room > 0 else None
 
 
 def _asked(
