@@ -211,7 +211,7 @@ PARTS = (
         proves="make-model --on-device writes full-width layers in seconds, and they load",
         call=2,
         seconds=150,
-        gib=16,
+        gib=28,
     ),
     Part(
         name="made-pro",
@@ -219,7 +219,7 @@ PARTS = (
         proves="the same for the larger model",
         call=2,
         seconds=200,
-        gib=30,
+        gib=50,
     ),
     Part(
         name="wheel",

@@ -21,7 +21,9 @@ from halocline.benchmarks.gpu_sizes import FULL, TINY
 from halocline.cli.compare import workbench
 from halocline.hal.errors import ShapeError
 from halocline.hal.formats import RowFormat, cache_layout
+from halocline.hal.offline import inputs_for, takes
 from halocline.hal.ops.attention import AttentionPlan, RowSelection
+from halocline.hal.parity import judge
 
 if TYPE_CHECKING:
     from halocline.hal.offline import Workbench
@@ -283,6 +285,36 @@ def test_more_queries_than_heads(op: str, kernel: str) -> None:
     many = attend(op, kernel, cache_rows, RowSelection(slots_TK, lengths_T))
     few = attend(op, kernel, cache_rows, RowSelection(slots_TK[:3], lengths_T[:3]))
     torch.testing.assert_close(many[:3], few, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kernel", kernels("moe.experts"))
+def test_experts_are_right_at_every_token_count(kernel: str) -> None:
+    """1 to 17, 31 to 33, 63 to 65 and 127 to 129 tokens, in every weight format that the kernel takes."""
+    here = bench()
+    (spec,) = (
+        spec
+        for spec in here.candidates("moe.experts")
+        if spec.name == kernel and spec.vendor in ("", here.device.vendor)
+    )
+    asked = [case for case in inputs_for(here, "moe.experts") if "counts" in case.name and takes(spec, case)]
+    assert asked
+    for case in asked:
+        result = judge(here, spec, case)
+        assert result.within, result
+
+
+@pytest.mark.parametrize("kernel", kernels("attention.plan"))
+@pytest.mark.parametrize("length", range(300, 304))
+def test_a_window_touches_one_page_more_than_it_fills(kernel: str, length: int) -> None:
+    """A window of 128 rows on pages of 4 lies on 32 or 33 pages, as its end falls."""
+    ops = ops_with("attention.plan", kernel)
+    requests = Requests(lengths=(length,), window=128, window_page_rows=4, start=length - 1)
+    batch = requests.batch((length - 1,), (1,), num_decode=1, device=device())
+    plan = ops.attention.plan(batch, requests.geometry, "paged")
+    slots = plan.window_rows.slots_TK[0, : int(plan.window_rows.lengths_T[0])].tolist()
+    pages = batch.window_pages_RP[0].tolist()
+    assert sorted(slots) == sorted(pages[at // 4] * 4 + at % 4 for at in range(length - 128, length))
+    assert len({slot // 4 for slot in slots}) == (32 if length % 4 == 0 else 33)
 
 
 # ---- addresses ------------------------------------------------------------------------------------------------------
