@@ -66,6 +66,11 @@ class Arch:
     rules: IsaRules | None
 
     @property
+    def serves_nvidia_libraries(self) -> bool:
+        """Whether kernels that only feed NVIDIA's libraries are launched on it."""
+        return self.compiler.backend == "cuda"
+
+    @property
     def fp8(self) -> torch.dtype:
         """Element type of E4M3 tensors on it."""
         return torch.float8_e4m3fnuz if self.dialect == "fnuz" else torch.float8_e4m3fn
@@ -330,7 +335,8 @@ def _experts(arch: Arch, kind: str, tokens: int, rounds: bool, dtype: torch.dtyp
 
 
 def _pairs(arch: Arch, experts: int, tokens: int) -> None:
-    order_pairs(ints(tokens, 6), empty(tokens, 6, dtype=F32), num_experts=experts)
+    if arch.serves_nvidia_libraries:
+        order_pairs(ints(tokens, 6), empty(tokens, 6, dtype=F32), num_experts=experts)
     sum_experts(empty(6 * tokens, 4096), ints(tokens, 6), out_dtype=BF16, places_P=ints(6 * tokens))
 
 
@@ -340,7 +346,7 @@ def _scales_by_group(arch: Arch) -> None:
 
 
 def _schedule(arch: Arch) -> None:
-    for other in (None, ints(128)):
+    for other in (None, ints(128)) if arch.serves_nvidia_libraries else ():
         split_schedule(ints(128), other, num_parts=arch.target.num_processors)
 
 
