@@ -3,9 +3,9 @@
 - `docs/ops.md`: every contract with its specification, tolerances and invariants.
 - `docs/api.md`: every field of the HTTP protocols, honoured or refused.
 - The support matrix in `README.md`, between its two marks.
-- The tables of `docs/amd.md`, between its two marks.
+- The tables of `docs/amd.md` and of `docs/scaling.md`, between their marks.
 
-Only `halocline.hal` and the manifests are read, which import no kernel library. `--check` compares and writes nothing.
+The HAL, the manifests and the planners are read, which import no kernel library. `--check` compares and writes nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amd_tables import amd_tables
+from scaling_tables import scaling_tables
 
 from halocline.hal.backend import load_manifests, specs_of
 from halocline.hal.op import KernelSpec, Op
@@ -28,6 +29,7 @@ from halocline.serving.api_document import api_document
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = {"cpu": "CPU", "sm_90": "H200 (sm_90)", "gfx942": "MI300X (gfx942)", "gfx950": "MI355X (gfx950)"}
 BEGIN, END = "<!-- matrix: begin, written by ./dev docs -->", "<!-- matrix: end -->"
+SCALING_BEGIN, SCALING_END = "<!-- scaling: begin, written by ./dev docs -->", "<!-- scaling: end -->"
 AMD_BEGIN, AMD_END = "<!-- amd: begin, written by ./dev docs -->", "<!-- amd: end -->"
 MARKS = {"run": "", "not_run": " (not run)", "planned": " (planned)"}
 GENERATED = "<!-- Written by ./dev docs from the contracts in hal/ops. Edit those. -->"
@@ -38,12 +40,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev docs", description="Write the generated parts of the documentation.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 when something is out of date")
     check = parser.parse_args().check
-    readme, amd = ROOT / "README.md", ROOT / "docs" / "amd.md"
+    readme, amd, scaling = ROOT / "README.md", ROOT / "docs" / "amd.md", ROOT / "docs" / "scaling.md"
     texts = {
         ROOT / "docs" / "ops.md": ops_document(),
         ROOT / "docs" / "api.md": api_document(),
         readme: between(readme, (BEGIN, END), matrix()),
         amd: between(amd, (AMD_BEGIN, AMD_END), amd_tables()),
+        scaling: between(scaling, (SCALING_BEGIN, SCALING_END), scaling_tables()),
     }
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     for path in stale:

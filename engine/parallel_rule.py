@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "SizeRule", "default_sizes"]
 
-Measure = Literal["one", "all"]
+Measure = Literal["one", "all", "by heads", "rest"]
+
+# Heads that the attention kernels of both vendors compute at a time: fewer cost as much.
+HEADS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +33,8 @@ class SizeRule:
         family: model_type of config.json.
         on_gpu: Whether ranks have a GPU each.
         most: Largest world that it speaks of.
-        tp, dp, ep: `one`, or `all` for the number of ranks.
+        tp, dp, ep: `one`; `all` ranks; `by heads`: as many ranks as leave each the heads that kernels compute at a
+            time; `rest`: so many groups as tp leaves.
         reason: Why.
     """
 
@@ -43,9 +47,11 @@ class SizeRule:
     ep: Measure = "one"
     reason: str
 
-    def sizes(self, world: int) -> ParallelSizes:
-        """The sizes for so many ranks."""
-        numbers = {"one": 1, "all": world}
+    def sizes(self, world: int, num_heads: int) -> ParallelSizes:
+        """The sizes for so many ranks and a model of so many heads."""
+        by_heads = max(num_heads // HEADS_AT_A_TIME, 1)
+        numbers = {"one": 1, "all": world, "by heads": by_heads if world % by_heads == 0 else 1}
+        numbers["rest"] = world // numbers[self.tp]
         return ParallelSizes(tp=numbers[self.tp], dp=numbers[self.dp], ep=numbers[self.ep])
 
 
@@ -66,11 +72,12 @@ RULES = (
         family="deepseek_v4",
         on_gpu=True,
         most=1024,
-        dp="all",
+        tp="by heads",
+        dp="rest",
         ep="all",
-        reason="attention kernels pad to 64 heads and tensor parallelism copies the one KV head to every rank, so "
-        "splitting heads further saves neither time nor cache; ranks attend to requests of their own and share the "
-        "experts",
+        reason="attention kernels compute 64 heads at a time and tensor parallelism copies the one KV head to every "
+        "rank, so splitting heads further than that saves neither time nor cache; groups attend to requests of their "
+        "own, and all ranks share the experts",
     ),
     SizeRule(
         name="CPUs",
@@ -109,7 +116,7 @@ def default_sizes(
     for rule in RULES:
         if (rule.family, rule.on_gpu) != (family.model_type, on_gpu) or world > rule.most:
             continue
-        sizes = rule.sizes(world)
+        sizes = rule.sizes(world, config.num_attention_heads)
         try:
             check(family, config, sizes)
         except ConfigError as error:
