@@ -47,7 +47,9 @@ def sanitizer(rows: Rows, options: argparse.Namespace) -> None:
         if program is None:
             raise RuntimeError("compute-sanitizer is nowhere; it comes with the CUDA toolkit")
         part = [sys.executable, "-m", "halocline.benchmarks", "gpu_parts", "smallest", "--tool", options.tool]
-        part += ["--out", str(options.out), *(["--ops", *options.ops] if options.ops else [])]
+        part += ["--out", str(options.out), "--rows", str(options.rows or options.out / "rows.jsonl")]
+        part += ["--commit", options.commit, "--label", options.label]
+        part += ["--ops", *options.ops] if options.ops else []
         part += ["--kernels", *options.kernels] if options.kernels else []
         command = [program, "--tool", options.tool, "--target-processes", "all", "--print-limit", "20", *part]
         # Every tensor gets memory of its own, so that a read beside it is seen.

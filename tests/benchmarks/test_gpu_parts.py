@@ -276,6 +276,22 @@ def test_a_checker_that_says_nothing_or_fails_is_an_error(
     assert "--ops norm" in asked
 
 
+def test_what_runs_under_the_checker_adds_its_rows_to_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in for the checker drops its own options and runs the rest, as the real one does."""
+    program = tmp_path / "compute-sanitizer"
+    program.write_text('#!/bin/sh\nshift 6\n"$@"\nstatus=$?\necho "ERROR SUMMARY: 0 errors"\nexit $status\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    rows_file = tmp_path / "rows" / "rows.jsonl"
+    words = ["sanitizer", "--ops", "norm", "--out", str(tmp_path / "out"), "--rows", str(rows_file), "--label", "x"]
+    assert gpu_parts.main([*words, "--commit", "c"]) == 0
+    rows = read_rows(rows_file)
+    assert {row["name"] for row in rows} >= {"sanitizer.calls", "sanitizer.errors"}
+    assert {(row["commit"], row["part"]) for row in rows} == {("c", "x")}
+
+
 def test_counts_of_tests_come_from_the_report_of_pytest(
     run: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -92,7 +92,7 @@ def test_a_part_that_takes_too_long_is_ended_while_others_run(session: Session, 
 
 def test_what_a_late_part_has_started_ends_with_it(session: Session) -> None:
     """A child that lived on would keep the device's memory from the parts behind it."""
-    session.together([part("parent", "child", seconds=1)], later(60))
+    session.together([part("parent", "child", seconds=5)], later(60))
     child = int((session.work / "child.pid").read_text())
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
