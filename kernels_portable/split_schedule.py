@@ -37,12 +37,16 @@ class SplitSchedule(NamedTuple):
 
 
 @triton.jit
-def _blocks(lengths_ptr, other_ptr, tokens, inside, HAS_OTHER: tl.constexpr, ROWS: tl.constexpr):
+def _costs(
+    lengths_ptr, other_ptr, tokens, num_tokens, HAS_OTHER: tl.constexpr, ROWS: tl.constexpr, TOKEN_COST: tl.constexpr
+):
+    """Blocks of each token and what the token itself costs; 0 where there is none."""
+    inside = tokens < num_tokens
     length = tl.maximum(tl.load(lengths_ptr + tokens, mask=inside, other=0), 1)
     blocks = (length + (ROWS - 1)) // ROWS
     if HAS_OTHER:
         blocks += (tl.maximum(tl.load(other_ptr + tokens, mask=inside, other=0), 0) + (ROWS - 1)) // ROWS
-    return blocks
+    return tl.where(inside, blocks + TOKEN_COST, 0)
 
 
 @triton.jit
@@ -50,6 +54,18 @@ def _through(values, SIZE: tl.constexpr):
     """Sums of the values up to and with each, by comparison: there are fewer values than threads."""
     place = tl.arange(0, SIZE)
     return tl.sum(tl.where(place[:, None] <= place[None, :], values[:, None], 0), axis=0)
+
+
+@triton.jit
+def _store_parts(out, stored, first, last, first_block, last_block, number, is_first_divided, is_last_divided):
+    tl.store(out, first, mask=stored)
+    tl.store(out + 1, last, mask=stored)
+    tl.store(out + 2, first_block, mask=stored)
+    tl.store(out + 3, last_block, mask=stored)
+    tl.store(out + 4, number, mask=stored)
+    tl.store(out + 5, is_first_divided.to(tl.int32), mask=stored)
+    tl.store(out + 6, is_last_divided.to(tl.int32), mask=stored)
+    tl.store(out + 7, number * 0, mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -61,8 +77,7 @@ def _split_schedule_kernel(
     largest = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, STEP):
         tokens = start + tl.arange(0, STEP)
-        inside = tokens < num_tokens
-        cost = tl.where(inside, _blocks(lengths_ptr, other_ptr, tokens, inside, HAS_OTHER, ROWS) + TOKEN_COST, 0)
+        cost = _costs(lengths_ptr, other_ptr, tokens, num_tokens, HAS_OTHER, ROWS, TOKEN_COST)
         all_cost += tl.sum(cost, axis=0)
         largest = tl.maximum(largest, tl.max(cost, axis=0))
     share = (all_cost + (PARTS - 1)) // PARTS
@@ -80,7 +95,7 @@ def _split_schedule_kernel(
     for start in range(0, num_tokens, STEP):
         tokens = start + tl.arange(0, STEP)
         inside = tokens < num_tokens
-        cost = tl.where(inside, _blocks(lengths_ptr, other_ptr, tokens, inside, HAS_OTHER, ROWS) + TOKEN_COST, 0)
+        cost = _costs(lengths_ptr, other_ptr, tokens, num_tokens, HAS_OTHER, ROWS, TOKEN_COST)
         end = before + _through(cost, STEP)
         begin = end - cost + TOKEN_COST  # of the blocks: the cost of the token itself lies before them
         key_low = tl.where(whole, end - cost + 1, end)  # a token is behind a part's beginning if this is
@@ -108,17 +123,9 @@ def _split_schedule_kernel(
     is_first = first_block > 0
     is_last = last_block < last_end - last_begin
     either = (first == last) & (is_first | is_last)
-    out = parts_ptr + part * 8
-    has_work = first <= last
-    stored = part < PARTS
-    tl.store(out, tl.where(has_work, first, num_tokens), mask=stored)
-    tl.store(out + 1, last, mask=stored)
-    tl.store(out + 2, first_block, mask=stored)
-    tl.store(out + 3, last_block, mask=stored)
-    tl.store(out + 4, number, mask=stored)
-    tl.store(out + 5, (is_first | either).to(tl.int32), mask=stored)
-    tl.store(out + 6, (is_last | either).to(tl.int32), mask=stored)
-    tl.store(out + 7, tl.zeros((PART_BLOCK,), tl.int32), mask=stored)
+    begin = tl.where(first <= last, first, num_tokens)
+    out, stored = parts_ptr + part * 8, part < PARTS
+    _store_parts(out, stored, begin, last, first_block, last_block, number, is_first | either, is_last | either)
 
 
 def split_schedule(lengths_T: Tensor, other_lengths_T: Tensor | None, *, num_parts: int) -> SplitSchedule:
