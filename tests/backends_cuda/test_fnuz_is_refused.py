@@ -1,4 +1,4 @@
-"""FNUZ codes do not compile into products on NVIDIA's devices: every kernel there is refused with that as the reason."""
+"""FNUZ codes do not compile into products on NVIDIA devices: every kernel there is refused for that reason."""
 
 from __future__ import annotations
 
