@@ -77,6 +77,17 @@ def _sanitized(name: str, *ops: str) -> Part:
     )
 
 
+def _overrides(name: str, *ops: str) -> Part:
+    return Part(
+        name=name,
+        command=("overrides", "--ops", *ops),
+        proves="each kernel of these ops runs when it is asked for",
+        call=2,
+        seconds=240,
+        gib=4,
+    )
+
+
 # Ordered by what the next thing to be known is worth, within each call.
 PARTS = (
     # ---- call 1: answers, parity, graphs; then decode and prefill, the peer --------------------------------------
@@ -181,14 +192,9 @@ PARTS = (
         gib=6,
         own_caches=True,
     ),
-    Part(
-        name="overrides",
-        command=("overrides",),
-        proves="each kernel of each op runs when it is asked for",
-        call=2,
-        seconds=270,
-        gib=4,
-    ),
+    _overrides("overrides-attention", "attention", "kv_cache", "collective"),
+    _overrides("overrides-dense", "gemm", "norm", "hyper_connection", "sampling"),
+    _overrides("overrides-experts", "moe", "compressor", "indexer"),
     Part(
         name="generation",
         command=("generation",),

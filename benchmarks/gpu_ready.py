@@ -79,6 +79,8 @@ def overrides(rows: Rows, options: argparse.Namespace) -> None:
     expected = _short(options, base)
     served = {row["op"] for row in load_model(options.model, base, max_requests=4).table.rows()}
     for op in all_ops():
+        if options.ops and not {op.name, op.family} & set(options.ops):
+            continue
         for spec in bench.candidates(op.name):
             if op.name not in served or spec.vendor not in ("", bench.device.vendor) or bench.against(spec):
                 continue

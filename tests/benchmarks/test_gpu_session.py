@@ -16,6 +16,7 @@ from halocline.benchmarks.gpu_plan import CALLS, PARTS, Part, chosen_parts
 from halocline.benchmarks.gpu_rows import Rows, read_rows
 from halocline.benchmarks.gpu_session import Session, done_parts
 from halocline.benchmarks.gpu_tables import plan_table
+from halocline.hal.ops import all_ops
 
 # Stands for a part: notes when it begins and ends, and does as its first word says.
 PROGRAM = """
@@ -278,3 +279,19 @@ def test_the_run_book_holds_the_plan() -> None:
     text = (Path(gpu_session.__file__).resolve().parent.parent / "docs" / "benchmarks.md").read_text()
     _, _, rest = text.partition("<!-- parts: begin -->\n")
     assert rest.partition("<!-- parts: end -->")[0].strip() == plan_table(PARTS).strip()
+
+
+@pytest.mark.parametrize("kind", ["overrides", "smallest", "cases"])
+def test_parts_that_share_ops_among_them_leave_none_out(kind: str) -> None:
+    """Every op is in one of the parts of a kind, by its family or by name."""
+    command = {"smallest": "sanitizer"}.get(kind, kind)
+    named = [
+        word
+        for one in PARTS
+        if one.command[0] == command and "racecheck" not in one.command and "--kernels" not in one.command
+        for word in parse([*one.command, "--out", "x"]).ops
+    ]
+    assert len(named) == len(set(named))
+    missing = [op.name for op in all_ops() if op.name not in named and op.family not in named]
+    allowed = [name for name in missing if name.startswith("collective.")] if kind == "smallest" else []
+    assert missing == allowed
