@@ -65,6 +65,17 @@ def _cases(
     )
 
 
+def _graded(name: str, kernels: str, *batches: str, call: int, seconds: int) -> Part:
+    return Part(
+        name=name,
+        command=("graded", "--sets", kernels, "--batches", *batches),
+        proves=f"score and answers of the graded model, {kernels} kernels, graphs, batch {' and '.join(batches)}",
+        call=call,
+        seconds=seconds,
+        needs="prompts.json",
+    )
+
+
 def _sanitized(name: str, *ops: str) -> Part:
     return Part(
         name=name,
@@ -99,14 +110,8 @@ PARTS = (
         seconds=60,
         gib=1,
     ),
-    Part(
-        name="graded",
-        command=("graded", "--sets", "default", "--batches", "32", "1"),
-        proves="score and answers of the graded model on the libraries, in graphs, at batch 1 and 32",
-        needs="prompts.json",
-        call=1,
-        seconds=280,
-    ),
+    _graded("graded", "default", "32", call=1, seconds=270),
+    _graded("graded-one", "default", "1", call=1, seconds=270),
     _warm("warm-default", "--sets", "default", "--shapes", "1", "8", call=1, gib=28),
     _warm("warm-default-large", "--sets", "default", "--shapes", "32", "128", "prefill", call=1, gib=28),
     _warm("warm-portable", "--sets", "portable", "--shapes", "1", "8", "32", "128", "prefill", call=1, gib=20),
@@ -295,22 +300,8 @@ PARTS = (
         own_caches=True,
     ),
     # ---- call 3: the complete AMD table, tilelang ----------------------------------------------------------------
-    Part(
-        name="graded-portable",
-        command=("graded", "--sets", "portable", "--batches", "32", "1"),
-        proves="score and answers on portable Triton for every op",
-        needs="prompts.json",
-        call=3,
-        seconds=300,
-    ),
-    Part(
-        name="graded-tilelang",
-        command=("graded", "--sets", "tilelang", "--batches", "32"),
-        proves="the same with tilelang attention",
-        needs="prompts.json",
-        call=3,
-        seconds=300,
-    ),
+    _graded("graded-portable", "portable", "32", "1", call=3, seconds=300),
+    _graded("graded-tilelang", "tilelang", "32", call=3, seconds=300),
     _sanitized("sanitizer-attention", "attention", "kv_cache"),
     _sanitized("sanitizer-dense", "gemm", "norm", "hyper_connection", "sampling"),
     _sanitized("sanitizer-experts", "moe", "compressor", "indexer"),
