@@ -25,8 +25,10 @@ MODES = {
     "EP2": {"ep": 2},
     "DP2+EP2": {"dp": 2, "ep": 2},
     "TP2+EP2": {"tp": 2, "ep": 2},
+    "TP2+DP2+EP4": {"tp": 2, "dp": 2, "ep": 4},
 }
 TOLERANCE = 5e-5
+ROOT = Path(__file__).resolve().parents[2]
 
 # Prompts longer than a step (chunks), as long as a page and one more, shorter than a group of 4; the fourth is aborted
 # between its chunks, the fifth while it decodes. The second half asks again for what is cached.
@@ -157,3 +159,30 @@ def test_ranks_hold_equal_tokens_with_no_seed_given(
     for first in range(0, len(found), across):
         assert len({rank["ids"][3] for rank in found[first : first + across]}) == 1
     assert len({rank["ids"][3] for rank in found}) == groups
+
+
+# ---- the graded model -----------------------------------------------------------------------------------------------
+
+GRADED = ROOT / "graded"
+EXERCISED = [
+    {"add": 70, "max_tokens": 6, "logprobs": 3},
+    {"add": 9, "max_tokens": 8, "logprobs": 3},
+    {"run": True},
+    {"add": 300, "max_tokens": 4, "logprobs": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def graded_alone() -> dict[str, Any]:
+    return run_sessions(0, model=str(GRADED), sizes={}, port=0, sessions=[{"script": EXERCISED}])
+
+
+@pytest.mark.parametrize("mode", ["EP2", "DP2+EP2", "TP2+EP2"])
+def test_the_graded_model_answers_as_in_one_process(ranks: RankWorld, graded_alone: dict[str, Any], mode: str) -> None:
+    """Trained weights in the release's formats, float32 recipe."""
+    sizes, session = MODES[mode], {"script": EXERCISED}
+    found = ranks.run(
+        2, "engine_ranks:run_sessions", model=str(GRADED), sizes=sizes, port=free_port(), sessions=[session]
+    )
+    assert_same_answers(found[0]["answers"][0], graded_alone["answers"][0])
+    assert found[0]["order"] == found[1]["order"]
