@@ -52,7 +52,7 @@ def count_pairs(ids_ptr, num_pairs, EXPERTS: tl.constexpr, BINS: tl.constexpr, B
     return counts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])  # one kernel for all numbers of tokens
 def _align_experts_kernel(
     ids_ptr, pairs_ptr, experts_ptr, num_pairs, num_blocks, EXPERTS: tl.constexpr, BINS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,

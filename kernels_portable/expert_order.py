@@ -44,7 +44,7 @@ class PairOrder(NamedTuple):
     blocks_SB: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])  # one kernel for all numbers of tokens
 def _order_pairs_kernel(
     ids_ptr, weights_ptr, order_ptr, places_ptr, sorted_ptr, counts_ptr, starts_ptr, blocks_ptr, num_pairs, num_blocks,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, STARTS: tl.constexpr, SMALLEST: tl.constexpr, SIZES: tl.constexpr,
