@@ -28,5 +28,7 @@ def test_no_two_helper_modules_share_a_name() -> None:
 
 
 def test_a_planted_namesake_is_found() -> None:
-    found = _shared_names([Path("tests/parity/planted.py"), Path("tests/graded/planted.py"), Path("tests/hal/other.py")])
+    found = _shared_names(
+        [Path("tests/parity/planted.py"), Path("tests/graded/planted.py"), Path("tests/hal/other.py")]
+    )
     assert found == {"planted": ["tests/parity/planted.py", "tests/graded/planted.py"]}
