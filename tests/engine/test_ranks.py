@@ -87,10 +87,10 @@ def test_the_first_difference_names_rank_field_and_both_values() -> None:
     same = {"version": "1", "table of kernels": "abc"}
     compare_facts([same, dict(same), dict(same)])
     with pytest.raises(SettingsError) as caught:
-        compare_facts([same, same, {**same, "table of kernels": "abd"}])
+        compare_facts([same, same, {**same, "table of kernels": "xyz"}])
     message = str(caught.value)
     assert message == (
-        "rank 2 does not start like rank 0: table of kernels is abd there and abc on rank 0; start all ranks alike"
+        "rank 2 does not start like rank 0: table of kernels is xyz there and abc on rank 0; start all ranks alike"
     )
     with pytest.raises(SettingsError, match=r"rank 1 .* version is nothing there and 1 on rank 0"):
         compare_facts([same, {"table of kernels": "abc"}])
