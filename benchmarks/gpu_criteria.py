@@ -92,10 +92,12 @@ def _parity(wanted: Callable[[str], bool]) -> Callable[[Sequence[Row]], tuple[bo
         bad = [
             f"{row['params']['op']}={row['params']['kernel']} {row['value']['within']}/{row['value']['cases']}"
             for row in found
-            if row["value"]["within"] != row["value"]["cases"] or not row["value"]["cases"]
+            if row["value"]["within"] != row["value"]["cases"]
+            or not row["value"]["cases"]
+            or not row["value"]["complete"]
         ]
         bad += [f"{row['params']['op']}: {str(row['value'])[:60]}" for row in broken]
-        return not bad, f"{len(found)} kernels, {cases} cases; out of tolerance: {', '.join(bad) or 'none'}"
+        return not bad, f"{len(found)} kernels, {cases} cases; out of tolerance or cut off: {', '.join(bad) or 'none'}"
 
     return judge
 

@@ -73,11 +73,15 @@ def cases(rows: Rows, options: argparse.Namespace) -> None:
     for op in dict.fromkeys(spec.op for spec in specs):
         own = [spec for spec in specs if spec.op == op]
         results: dict[str, list[ParityResult]] = {spec.name: [] for spec in own}
-        with rows.guard("parity.op", op=op, kernels=sorted(results)):
-            for case in inputs_for(bench, op):
-                _judge_all(bench, [spec for spec in own if takes(spec, case)], case, results)
-        for name, found in results.items():
-            _summary(rows, op, name, found)
+        is_complete = False
+        try:
+            with rows.guard("parity.op", op=op, kernels=sorted(results)):
+                for case in inputs_for(bench, op):
+                    _judge_all(bench, [spec for spec in own if takes(spec, case)], case, results)
+                is_complete = True
+        finally:
+            for name, found in results.items():
+                _summary(rows, op, name, found, is_complete=is_complete)
 
 
 def _judge_all(bench: Workbench, willing: list[KernelSpec], case: Case, results: dict[str, list[ParityResult]]) -> None:
@@ -91,7 +95,7 @@ def _judge_all(bench: Workbench, willing: list[KernelSpec], case: Case, results:
             raise RuntimeError(f"{spec.name} on {case}: {result.error}")
 
 
-def _summary(rows: Rows, op: str, kernel: str, found: list[ParityResult]) -> None:
+def _summary(rows: Rows, op: str, kernel: str, found: list[ParityResult], *, is_complete: bool) -> None:
     """One row for a kernel, and one for each input on which it is out of its tolerance."""
     contract = find_op(op)
     assert contract is not None
@@ -105,7 +109,8 @@ def _summary(rows: Rows, op: str, kernel: str, found: list[ParityResult]) -> Non
                 worst = {"share_of_tolerance": share, "norm": output.norm, "case": f"{result.case} {result.dtype}"}
         if not result.within:
             rows.add("parity.fault", _fault(result), "difference", params={**params, "case": result.case})
-    value = {"cases": len(found), "within": sum(result.within for result in found), **worst}
+    count = sum(result.within for result in found)
+    value = {"cases": len(found), "within": count, "complete": is_complete, **worst}
     rows.add("parity.kernel", value, "cases", params=params)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -34,6 +35,7 @@ MODULES = {
     "wheel": "gpu_tools",
 }
 _FUNCTIONS = {"start_child": "child"}
+_ENDED = 128 + signal.SIGTERM
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -67,9 +69,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def _end(_number: int, _frame: object) -> None:
+    raise SystemExit(_ENDED)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs one part; 1 if something in it failed."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, _end)  # a part that is ended early still says what it has found
     options.out.mkdir(parents=True, exist_ok=True)
     module = import_module(f"halocline.benchmarks.{MODULES[options.part]}")
     part: Callable[[Rows, argparse.Namespace], None] = getattr(module, _FUNCTIONS.get(options.part, options.part))

@@ -318,7 +318,11 @@ def matrix_row(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "parity": {
             "device": last["session.device"]["value"] if "session.device" in last else "",
             "kernels": len(parity),
-            "failed": [f"{op}={kernel}" for (op, kernel), v in parity.items() if v["within"] != v["cases"]],
+            "failed": [
+                f"{op}={kernel}"
+                for (op, kernel), value in parity.items()
+                if value["within"] != value["cases"] or not value["complete"]
+            ],
         },
         "benchmarks": {name: int(end != "done") for name, end in ends.items() if not end.startswith("lacks ")},
     }

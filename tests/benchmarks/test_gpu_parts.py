@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def broken(x_TD, weight_D, *, eps):
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def run(tmp_path: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Runs a part at tiny sizes and gives its rows."""
 
     def running(*words: str) -> list[dict[str, Any]]:
@@ -57,7 +58,9 @@ def run(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
         gpu_parts.main([*words, "--tiny", "--out", str(out), "--commit", "c"])
         return read_rows(out / "rows.jsonl")
 
-    return running
+    before = signal.getsignal(signal.SIGTERM)
+    yield running
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -104,6 +107,26 @@ def test_right_wrong_and_broken_kernels_are_told_apart(run: Callable[..., list[d
     faults = {row["params"]["kernel"]: row["value"] for row in named(rows, "parity.fault")}
     assert "norm 0.5" in faults["wrong"]
     assert faults["broken"] == "RuntimeError: no such shape"
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_a_part_that_is_ended_early_says_what_it_has_found(
+    run: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_all, count = gpu_parity._judge_all, 0
+
+    def ending(*arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            signal.raise_signal(signal.SIGTERM)
+        judge_all(*arguments)
+
+    monkeypatch.setattr(gpu_parity, "_judge_all", ending)
+    with pytest.raises(SystemExit):
+        run("cases", "--ops", "norm", "--kernels", "triton")
+    (row,) = named(read_rows(tmp_path / "out" / "rows.jsonl"), "parity.kernel")
+    assert (row["value"]["cases"], row["value"]["within"], row["value"]["complete"]) == (3, 3, False)
 
 
 @pytest.mark.usefixtures("fake_bench")

@@ -198,7 +198,7 @@ def test_the_row_of_the_matrix_comes_from_the_rows(tmp_path: Path) -> None:
     rows.add("tests.counts", {"executed": 40, "failed": 1, "skipped": 2}, "tests", params={"failed": ["a"]})
     for kernel, within in (("triton", 3), ("deep_gemm", 2)):
         params = {"op": "gemm.linear", "kernel": kernel}
-        rows.add("parity.kernel", {"cases": 3, "within": within}, "cases", params=params)
+        rows.add("parity.kernel", {"cases": 3, "within": within, "complete": True}, "cases", params=params)
     rows.add("session.part", "done", "status", params={"part": "decode"})
     rows.add("session.part", "late", "status", params={"part": "peer"})
     found = gpu_session.matrix_row(read_rows(tmp_path / "rows.jsonl"))
