@@ -64,7 +64,7 @@ def explain(
         ranks = {"tp": sizes.tp, "dp": sizes.dp, "ep": sizes.ep, "world": sizes.world, "reason": reason}
         typer.echo(json.dumps({**found.to_json(), "ranks": ranks}, indent=2))
         return
-    _print(found, f"{sizes.world} rank(s), {sizes}: {reason}")
+    _print(found, f"{sizes.world} ranks, {sizes}: {reason}" if sizes.world > 1 else "")
 
 
 def _sizes(
@@ -105,7 +105,8 @@ def _print(found: Explanation, ranks: str) -> None:
     console = Console(markup=False, highlight=False)
     rows = found.rows()
     console.print(f"{found.model} on {found.table.device}, packages: {found.packages}")
-    console.print(ranks, soft_wrap=True)
+    if ranks:
+        console.print(ranks)
     table = Table("op", "kernel", "chosen by", "status", box=None, padding=(0, 2, 0, 0))
     for row in rows:
         name = f"{row['op']}@{row['layers']}" if "layers" in row else row["op"]

@@ -14,7 +14,7 @@ import typer
 
 from halocline.cli.main import Invocation
 from halocline.hal.errors import ConfigError, lines
-from halocline.hal.settings import process_settings, set_library_variable
+from halocline.hal.settings import process_settings, set_variables_of_ranks
 
 if TYPE_CHECKING:
     from halocline.models.deepseek_v4.config import DeepseekV4Config
@@ -74,8 +74,7 @@ class RankOptions:
         if place is not None or sizes.world == 1:
             check_world(sizes, place)
             if place is not None:
-                # Before torch is loaded: when a rank is lost, our own line is to be read and not its library's.
-                set_library_variable("TORCH_CPP_LOG_LEVEL", "ERROR")
+                set_variables_of_ranks()
             return sizes
         from halocline.engine.ranks.launcher import launch_ranks
 

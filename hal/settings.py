@@ -29,6 +29,7 @@ __all__ = [
     "nearest",
     "process_settings",
     "set_library_variable",
+    "set_variables_of_ranks",
 ]
 
 PREFIX = "HALOCLINE_"
@@ -264,6 +265,18 @@ def set_library_variable(name: str, value: str) -> None:
     if name.startswith(PREFIX):
         raise AssertionError(f"{name} is ours: settings are read, never written")
     os.environ.setdefault(name, value)
+
+
+def set_variables_of_ranks() -> None:
+    """Sets what libraries read in a process that is one of several, unless the user has; before torch is loaded.
+
+    When a rank is lost, our own line is to be read and not a stack of the library's store. Multicast over the links
+    between GPUs stays off: a program that uses it can put GPUs out of service for others on the same host.
+    """
+    set_library_variable("TORCH_CPP_LOG_LEVEL", "ERROR")
+    set_library_variable("NCCL_NVLS_ENABLE", "0")
+    set_library_variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    set_library_variable("NVSHMEM_DISABLE_NVLS", "1")
 
 
 def child_environment(place: RankPlace, defaults: Mapping[str, str]) -> dict[str, str]:

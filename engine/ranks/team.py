@@ -18,6 +18,7 @@ from halocline.engine.ranks.fingerprint import compare_facts
 from halocline.engine.ranks.joining import check_world
 from halocline.engine.ranks.watch import Failure, RankWatch, prefixed
 from halocline.hal.errors import HaloclineError, MachineError, lines
+from halocline.hal.settings import set_variables_of_ranks
 from halocline.models.parallel import make_parallel
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Team:
         self._a2a = a2a
         self._timeout = timedelta(seconds=settings.collective_timeout)
         self._left = False
+        set_variables_of_ranks()
         try:
             store, _, _ = next(rendezvous("env://", rank=place.rank, world_size=place.world, timeout=self._timeout))
             self.watch = RankWatch(place, start_timeout=settings.collective_timeout, rank_timeout=settings.rank_timeout)

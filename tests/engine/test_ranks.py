@@ -22,7 +22,7 @@ from halocline.engine.ranks.processes import ProcessMark
 from halocline.engine.step_plan import StepPlan, StepShape
 from halocline.hal.errors import ConfigError, MachineError, SettingsError
 from halocline.hal.place import RankPlace, read_place
-from halocline.hal.settings import Settings
+from halocline.hal.settings import Settings, child_environment, set_variables_of_ranks
 from halocline.models.parallel import ParallelSizes
 
 PLACE = {
@@ -202,3 +202,29 @@ def test_a_later_process_of_the_same_number_is_another_one(child: subprocess.Pop
     earlier.kill()
     assert child.poll() is None, "it was left alone"
     assert ProcessMark.own().state() == "running"
+
+
+# ---- their environment ----------------------------------------------------------------------------------------------
+
+
+def test_a_rank_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of its own it brings its place, and defaults for libraries where nothing is set."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    place = RankPlace(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234)
+    found = child_environment(place, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
+    assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"], found["NCCL_NVLS_ENABLE"]) == ("7", "lo", "0")
+    assert read_place(found) == place
+
+
+def test_multicast_between_gpus_is_off_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS", "TORCH_CPP_LOG_LEVEL")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    set_variables_of_ranks()
+    assert [os.environ.get(name) for name in names] == ["0", "1", "1", "INFO"]
+    for name in names:
+        monkeypatch.delenv(name)
