@@ -56,6 +56,7 @@ def chat(
         cache_bytes=cache_bytes,
         max_requests=1,
         sizes=sizes,
+        a2a=ranks.a2a,
     )
     prepared.prompter.chat([{"role": "user", "content": system or ""}], effort=effort)  # refuses a bad effort now
     with LLM(prepared.load()) as llm:

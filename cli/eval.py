@@ -75,6 +75,7 @@ def evaluate(
         max_step_tokens=step_tokens,
         prefix_caching=not no_prefix_cache,
         sizes=ranks.spread(folder),
+        a2a=ranks.a2a,
     )
     loaded = _with_room(prepared, exercises).load()
     with LLM(loaded) as llm:

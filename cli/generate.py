@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from halocline.engine.generation import OutputStream
     from halocline.engine.llm import LLM, Prompt
     from halocline.engine.prompt import Prompter
+    from halocline.engine.sampling_params import SamplingParams
 
 __all__ = ["generate"]
 
@@ -83,21 +84,23 @@ def generate(
         cache_bytes=cache_bytes,
         max_requests=1,
         sizes=sizes,
+        a2a=ranks.a2a,
     )
     if not is_leader():
         prepared.load()
     asked = _asked(prepared.prompter, given, chat=chat, system=system, effort=effort, thinking=not no_thinking)
     ids = prepared.prompter.ids(asked)
-    if params.max_tokens is None:
-        params = replace(params, max_tokens=_new_tokens(prepared.limits.max_tokens - len(ids)))
+    params = _with_length(params, prepared.limits.max_tokens - len(ids))
     admit(ids, params, prepared.limits)  # what is refused is refused before the weights are read
     with LLM(prepared.load()) as llm:
         return _print(llm, llm.stream(asked, params), as_json=as_json)
 
 
-def _new_tokens(room: int) -> int | None:
-    """How many tokens to write where nobody says; without room, admission says what is wrong."""
-    return min(_DEFAULT_NEW_TOKENS, room) if room > 0 else None
+def _with_length(params: SamplingParams, room: int) -> SamplingParams:
+    """A number of tokens where nobody says; without room, admission says what is wrong."""
+    if params.max_tokens is not None or room <= 0:
+        return params
+    return replace(params, max_tokens=min(_DEFAULT_NEW_TOKENS, room))
 
 
 def _asked(

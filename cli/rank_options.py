@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,13 @@ Ep = Annotated[int | None, typer.Option("--ep", min=1, help="Ranks over which th
 DpAttention = Annotated[
     int | None, typer.Option("--dp-attention", min=1, help="Groups of ranks that attend to their own requests.")
 ]
+A2a = Annotated[
+    Literal["none", "all_to_all"],
+    typer.Option(
+        "--a2a",
+        help="How tokens reach their experts: every rank sees all of them, or each row is sent (tp 1, dp = ep).",
+    ),
+]
 Gpus = Annotated[int | None, typer.Option("--gpus", min=1, help="Number of ranks; a rule chooses the sizes.")]
 
 
@@ -43,6 +50,7 @@ class RankOptions:
         ep: Ranks over which the experts are spread.
         dp_attention: Groups that attend to their own requests.
         gpus: Number of ranks, instead of these.
+        a2a: How tokens reach their experts.
     """
 
     arguments: tuple[str, ...]
@@ -50,6 +58,7 @@ class RankOptions:
     ep: int | None
     dp_attention: int | None
     gpus: int | None
+    a2a: Literal["none", "all_to_all"] = "none"
 
     def spread(self, model: Model) -> ParallelSizes:
         """Over how many ranks the options, or the launcher, spread a model; starts the ranks if there are several.
@@ -64,6 +73,7 @@ class RankOptions:
             ConfigError: If the model cannot be split so, or another number of processes was started.
         """
         from halocline.engine.ranks.joining import check_model_sizes, check_world
+        from halocline.models.parallel import Parallel
         from halocline.models.registry import load_config
 
         place = process_settings().place()
@@ -71,6 +81,7 @@ class RankOptions:
         if sizes.world > 1:
             config, family = load_config(model) if isinstance(model, Path) else model
             check_model_sizes(family, config, sizes)
+        Parallel(sizes=sizes, a2a=self.a2a)  # refused now if they do not go together
         if place is not None or sizes.world == 1:
             check_world(sizes, place)
             if place is not None:
@@ -113,14 +124,16 @@ def is_leader() -> bool:
 
 
 def takes_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a command --tp, --ep, --dp-attention and --gpus; it gets them together as `ranks`."""
+    """Gives a command --tp, --ep, --dp-attention, --gpus and --a2a; it gets them together as `ranks`."""
 
     @functools.wraps(command)
-    def with_ranks(ctx: typer.Context, tp: Tp, ep: Ep, dp_attention: DpAttention, gpus: Gpus, **others: Any) -> Any:
+    def with_ranks(
+        ctx: typer.Context, tp: Tp, ep: Ep, dp_attention: DpAttention, gpus: Gpus, a2a: A2a, **others: Any
+    ) -> Any:
         invocation = ctx.find_object(Invocation)
         arguments = () if invocation is None else tuple(invocation.arguments)
         given = {"ctx": ctx} if "ctx" in own else {}
-        ranks = RankOptions(arguments=arguments, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus)
+        ranks = RankOptions(arguments=arguments, tp=tp, ep=ep, dp_attention=dp_attention, gpus=gpus, a2a=a2a)
         return command(**given, **others, ranks=ranks)
 
     hints = typing.get_type_hints(command, localns={"RankOptions": RankOptions}, include_extras=True)
@@ -128,8 +141,8 @@ def takes_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
     kept = [p.replace(annotation=hints[name]) for name, p in own.items() if name not in ("ctx", "ranks")]
     keyword = inspect.Parameter.KEYWORD_ONLY
     added = [
-        inspect.Parameter(name, keyword, default=None, annotation=hint)
-        for name, hint in (("tp", Tp), ("ep", Ep), ("dp_attention", DpAttention), ("gpus", Gpus))
+        inspect.Parameter(name, keyword, default="none" if hint is A2a else None, annotation=hint)
+        for name, hint in (("tp", Tp), ("ep", Ep), ("dp_attention", DpAttention), ("gpus", Gpus), ("a2a", A2a))
     ]
     parameters = [
         inspect.Parameter("ctx", keyword, annotation=typer.Context),

@@ -70,6 +70,7 @@ def serve(
         "memory_fraction": memory_fraction,
         "cache_bytes": cache_bytes,
         "sizes": (sizes.tp, sizes.dp, sizes.ep) if sizes.world > 1 else None,
+        "a2a": ranks.a2a,
     }
     if not is_leader():
         return _follow(given)

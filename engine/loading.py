@@ -182,13 +182,14 @@ class PreparedModel:
         max_requests = -(-asked // groups)
         max_step_tokens = max(8192 if device.is_gpu else 1024, max_requests)
         limit = cache_bytes(device, options)
+        can_capture = capture is not None and options.a2a == "none"  # rows are sent by counts that the host reads
         return EngineConfig(
             cache_bytes=limit if self.team is None else self.team.least(limit),
             max_requests=max_requests,
             max_positions=options.max_positions,
             max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
             prefix_caching=options.prefix_caching,
-            graph_sizes=_graph_sizes(options, max_requests, several=groups > 1) if capture is not None else (),
+            graph_sizes=_graph_sizes(options, max_requests, several=groups > 1) if can_capture else (),
             eos_ids=self.checkpoint.config.eos_token_ids,
         )
 

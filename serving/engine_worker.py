@@ -275,7 +275,11 @@ def main(fd: int) -> int:
     worker = _Worker(sock, engine, compiler)
     sock.sendall(pack(("ready", engine.info)))
     threading.Thread(target=worker.receive, args=(messages,), name="halocline-line", daemon=True).start()
-    worker.run()
+    try:
+        worker.run()
+    except HaloclineError as error:
+        logger.error("the engine has failed: %s", error)
+        return error.exit_code
     engine.close()
     return 0
 

@@ -132,14 +132,23 @@ class Team:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Lets all ranks end when the body raises; who was first raises, the others end without a word."""
+        """Lets all ranks end when the body raises; who was first raises, the others end without a word.
+
+        Raises:
+            HaloclineError: What the body raised, or, of anything else, one line of it.
+        """
         try:
             yield
         except SystemExit:
             raise
         except BaseException as error:
-            self.report(self.explain(error))
-            raise
+            cause = self.explain(error)
+            self.report(cause)
+            if cause is error and isinstance(error, Exception) and not isinstance(error, HaloclineError):
+                cause = MachineError(f"{type(error).__name__}: {error}")
+            if cause is error:
+                raise
+            raise cause from error
 
     def explain(self, error: BaseException) -> BaseException:
         """What an error means: a failed exchange is the echo of another rank's end, which the watch finds out."""

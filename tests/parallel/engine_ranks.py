@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -38,7 +38,13 @@ COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
 
 
 def run_sessions(
-    rank: int, *, model: str, sizes: dict[str, int], port: int, sessions: list[dict[str, Any]]
+    rank: int,
+    *,
+    model: str,
+    sizes: dict[str, int],
+    port: int,
+    sessions: list[dict[str, Any]],
+    a2a: Literal["none", "all_to_all"] = "none",
 ) -> dict[str, Any]:
     """Joins, runs one session after the other, leaves."""
     parallel = ParallelSizes(**sizes)
@@ -56,7 +62,7 @@ def run_sessions(
         dist.destroy_process_group()  # the one by which the tests' processes were started
         os.environ.update(place.variables())
         settings = Settings.read({**place.variables(), "HALOCLINE_DEVICE": "cpu"})
-    team = join_ranks(settings, parallel)
+    team = join_ranks(settings, parallel, a2a=a2a)
     found: dict[str, Any] = {"answers": [], "order": [], "ids": []}
     for session in sessions:
         with _watched(found, session):
@@ -70,6 +76,7 @@ def run_sessions(
                     cache_bytes=2**26,
                     graph_sizes=tuple(session.get("graph_sizes", ())),
                     sizes=parallel,
+                    a2a=a2a,
                     settings=settings,
                     progress=False,
                 ),

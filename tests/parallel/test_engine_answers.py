@@ -161,6 +161,24 @@ def test_ranks_hold_equal_tokens_with_no_seed_given(
     assert len({rank["ids"][3] for rank in found}) == groups
 
 
+def test_rows_sent_to_their_experts_give_the_same_answers(ranks: RankWorld, tiny: Path, alone: dict[str, Any]) -> None:
+    """A real exchange instead of every rank seeing all tokens; a rank may have nothing to send."""
+    found = ranks.run(
+        2,
+        "engine_ranks:run_sessions",
+        model=str(tiny),
+        sizes={"dp": 2, "ep": 2},
+        port=free_port(),
+        sessions=SESSIONS[:2],
+        a2a="all_to_all",
+    )
+    assert_same_answers(found[0]["answers"][0], alone["answers"][0], leave_out=ABORTED)
+    assert_same_answers(found[0]["answers"][1], alone["answers"][1])
+    names = [[name for name, _ in rank["order"][0]] for rank in found]
+    assert names[0] == names[1], "how many rows are sent differs, what is entered does not"
+    assert "all_to_all_single" in names[0]
+
+
 # ---- the graded model -----------------------------------------------------------------------------------------------
 
 GRADED = ROOT / "graded"
