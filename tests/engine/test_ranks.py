@@ -136,7 +136,7 @@ def plan_of(size: int, tokens: int = 1) -> StepPlan:
     )
 
 
-@pytest.mark.parametrize("size", [0, 100, 16_000, 16_384, 16_385, 200_000])
+@pytest.mark.parametrize("size", [0, 100, 40_000, 40_960, 40_961, 200_000])
 def test_plans_arrive_whole_whatever_their_length(wire: deque[torch.Tensor], size: int) -> None:
     source: Any = PlanChannel("source")  # type: ignore[arg-type]
     other: Any = PlanChannel("other")  # type: ignore[arg-type]
