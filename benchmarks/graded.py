@@ -51,7 +51,7 @@ class Run:
 RUNS = {
     BASELINE: Run(options=("--recipe", "recipe", "--text"), most=0.0),
     "float32": Run(options=("--recipe", "float32", "--no-text"), most=0.01, chance=False),
-    "served": Run(options=("--recipe", "served", "--no-text")),
+    "served": Run(options=("--recipe", "served", "--text", *_LONGEST)),
     "bfloat16": Run(options=("--recipe", "float32", "--text", *_LONGEST), chance=False, is_plain=True),
     "prefix-hits": Run(options=("--recipe", "recipe", "--warm", "--no-text", *_LONGEST)),
     "no-prefix-cache": Run(options=("--recipe", "recipe", "--no-prefix-cache", "--no-text", *_LONGEST)),
