@@ -187,18 +187,21 @@ class StepDriver:
     ) -> StepPlan:
         """Builds and sends the plan of each group; returns that of this rank's own, the first."""
         own: StepPlan | None = None
-        for group, (builder, batch, rows) in enumerate(zip(self.builders, batches, scored, strict=True)):
-            spans = [(one.first, one.num_rows) for one in rows]
-            spans += [(0, 0)] * (len(shape.scored) - len(spans))
-            for plan in builder.plans(batch, shape, tuple(spans)):
-                if self.sender is not None:
-                    self.sender.add(group, plan)
+        sender, rounds = self.sender, len(shape.scored)
+        for group, builder in enumerate(self.builders):
+            rows = scored[group]
+            spans = (
+                tuple((one.first, one.num_rows) for one in rows) + ((0, 0),) * (rounds - len(rows)) if rounds else ()
+            )
+            for plan in builder.plans(batches[group], shape, spans):
+                if sender is not None:
+                    sender.add(group, plan)
                 if group == 0 and plan.shape.num_tokens:
                     own = plan
                 elif group == 0:
                     self.runner.tensors.apply_changes(plan)
-        if self.sender is not None:
-            self.sender.send()
+        if sender is not None:
+            sender.send()
         assert own is not None, "the last plan of a group is its step"
         return own
 

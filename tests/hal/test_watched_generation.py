@@ -290,7 +290,7 @@ def test_a_start_says_little_and_nothing_twice(quiet_run: tuple[dict[str, Any], 
     assert len(set(log)) == len(log)
     kernels = [line for line in log if "kernels " in line]
     assert len(kernels) == 1
-    assert kernels[0].endswith("on cpu: reference 26")
+    assert kernels[0].endswith("on cpu: reference 27")
 
 
 def test_very_verbose_shows_imports_and_selection(tiny: Path) -> None:
