@@ -27,6 +27,8 @@ class EngineConfig:
         priority_steps: Steps by which one unit of priority moves a request forward in the queue. A request is
             overtaken by later ones for no longer than that, so none starves.
         graph_sizes: Batch sizes for which decode steps are captured; empty runs everything eagerly.
+        warm_up_tokens: Numbers of prefill tokens that are tried on padding before the engine is ready, so that a device
+            that compiles its kernels on first use does it then; a CPU has nothing to gain from more than one token.
         eos_ids: Tokens with which the model ends its output.
         debug_tags: Whether cached rows are tagged with what they are and checked when read: slow, eager only.
         max_token_pages: Upper bound of token pages, for tests and small machines.
@@ -44,6 +46,7 @@ class EngineConfig:
     overlap: bool = True
     priority_steps: int = 256
     graph_sizes: tuple[int, ...] = ()
+    warm_up_tokens: tuple[int, ...] = (1,)
     eos_ids: tuple[int, ...] = ()
     debug_tags: bool = False
     max_token_pages: int | None = None
@@ -65,6 +68,8 @@ class EngineConfig:
             )
         if any(size < 1 or size > self.max_requests for size in self.graph_sizes):
             raise ConfigError(f"graph_sizes={self.graph_sizes}: sizes from 1 to max_requests={self.max_requests}")
+        if any(size < 1 or size > self.max_step_tokens for size in self.warm_up_tokens):
+            raise ConfigError(f"warm_up_tokens={self.warm_up_tokens}: 1 to max_step_tokens={self.max_step_tokens}")
         if self.debug_tags and self.graph_sizes:
             raise ConfigError("debug_tags checks rows on the host, which captured graphs leave out: graph_sizes=()")
 

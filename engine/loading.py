@@ -181,15 +181,18 @@ class PreparedModel:
         asked = (256 if device.is_gpu else 32) if options.max_requests is None else options.max_requests
         max_requests = -(-asked // groups)
         max_step_tokens = max(8192 if device.is_gpu else 1024, max_requests)
+        if options.max_step_tokens is not None:
+            max_step_tokens = options.max_step_tokens
         limit = cache_bytes(device, options)
         can_capture = capture is not None and options.a2a == "none"  # rows are sent by counts that the host reads
         return EngineConfig(
             cache_bytes=limit if self.team is None else self.team.least(limit),
             max_requests=max_requests,
             max_positions=options.max_positions,
-            max_step_tokens=max_step_tokens if options.max_step_tokens is None else options.max_step_tokens,
+            max_step_tokens=max_step_tokens,
             prefix_caching=options.prefix_caching,
             graph_sizes=_graph_sizes(options, max_requests, several=groups > 1) if can_capture else (),
+            warm_up_tokens=_warm_up_tokens(max_step_tokens) if device.is_gpu else (1,),
             eos_ids=self.checkpoint.config.eos_token_ids,
         )
 
@@ -293,14 +296,14 @@ def _make_engine(
     capture: GraphCapture | None,
 ) -> Engine:
     """Allocates the caches and warms up."""
+    groups = team.sizes.dp if team is not None else 1
+    sampler = Sampler(config.max_requests * groups, model.vocab_size, ops, device)
+    sampler.warm_up()
     if team is None:
-        return Engine(
-            model, Sampler(config.max_requests, model.vocab_size, ops, device), config, device=device, capture=capture
-        )
+        return Engine(model, sampler, config, device=device, capture=capture)
     from halocline.engine.ranks.lead import Lead
 
     team.wait_for_all()
-    sampler = Sampler(config.max_requests * team.sizes.dp, model.vocab_size, ops, device)
     lead = Lead(team, ops, torch.device(device))
     return Engine(model, sampler, config, device=device, capture=capture, lead=lead)
 
@@ -310,3 +313,9 @@ def _graph_sizes(options: LoadOptions, max_requests: int, *, several: bool) -> t
     if options.graph_sizes is not None:
         return tuple({min(size, max_requests) for size in options.graph_sizes}) if several else options.graph_sizes
     return (*(1 << bit for bit in range((max_requests - 1).bit_length())), max_requests)
+
+
+def _warm_up_tokens(max_step_tokens: int) -> tuple[int, ...]:
+    """Powers of two and their odd neighbours, since kernels are compiled apart for numbers that 16 divides."""
+    powers = [1 << bit for bit in range(max_step_tokens.bit_length())]
+    return tuple(sorted({max_step_tokens, *powers, *(power - 1 for power in powers[1:])}))

@@ -82,12 +82,13 @@ class ModelRunner:
         self.graphs = DecodeGraphs(config.graph_sizes if capture is not None else ())
         self.device = device
         self._capture = capture
+        self._warm_up_tokens = config.warm_up_tokens
         self._exchange = exchange
         self._plans: dict[bool, AttentionPlan] = {}
         self._logits_RV = torch.zeros(0, 0)
 
     def warm_up(self) -> float:
-        """Makes the plans at capacity, runs each kind of step once on padding and records the graphs.
+        """Makes the plans at capacity, runs steps of the configured sizes on padding and records the graphs.
 
         Returns:
             Seconds that it took.
@@ -96,8 +97,11 @@ class ModelRunner:
         for mixed, buffers in ((True, self.tensors.mixed), (False, self.tensors.decode)):
             everything = self.tensors.padding(buffers, buffers.layout.max_tokens, buffers.layout.max_requests)
             self._plans[mixed] = self.model.plan_step(everything, self.geometry, reuse=None)
-            small = self.tensors.padding(buffers, 1, 1)
-            self._run_all(small, self._refresh_plan(small, mixed=mixed))
+            for num_tokens in self._warm_up_tokens if mixed else (1,):
+                num_requests = min(num_tokens, buffers.layout.max_requests)
+                batch = self.tensors.padding(buffers, num_tokens, num_requests)
+                output = self.model.forward(batch, self._refresh_plan(batch, mixed=mixed), self.cache)
+                self.model.compute_logits(output.hidden_TD[:num_requests])
         if self._capture is not None and self.graphs.sizes:
             sizes = (self.graphs.sizes[-1], self.model.vocab_size)
             self._logits_RV = torch.zeros(sizes, dtype=torch.float32, device=self.device)

@@ -117,6 +117,12 @@ class Sampler:
         self._edits.clear_row(row)
         self._dirty = True
 
+    def warm_up(self) -> None:
+        """Draws from even logits of 1, 2, 4 ... rows, so that nothing is compiled later; no row is changed."""
+        for num_rows in {1 << bit for bit in range(self.capacity.bit_length())} | {self.capacity}:
+            logits_RV = torch.zeros(num_rows, self.vocab_size, device=self._ids.device)
+            self._ops.sampling.sample(logits_RV, self._step.batch(num_rows))
+
     def sample(self, logits_RV: Tensor, rows: Sequence[int]) -> SampledTokens:
         """Draws one token for each row and advances the rows.
 

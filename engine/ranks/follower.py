@@ -64,7 +64,7 @@ class Follower:
         assert start.facts is not None
         facts = dict(start.facts)
         raw = facts.pop("config")
-        config = EngineConfig(**{**raw, "graph_sizes": tuple(raw["graph_sizes"]), "eos_ids": tuple(raw["eos_ids"])})
+        config = EngineConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()})
         plan = self._model.cache_plan(window_page_rows=config.window_page_rows, page_tokens=config.page_tokens)
         assert self._team.parallel is not None, "groups are opened before a model is loaded"
         return ModelRunner(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from halocline.engine.graphs import DecodeGraphs, RerunCapture
+from halocline.hal.errors import ConfigError
 
 Make = Callable[..., Any]
 Prompt = Callable[..., list[int]]
@@ -67,3 +68,19 @@ def test_eager_and_replayed_steps_share_one_plan(make_bench: Make, prompt_of: Pr
             bench.add(prompt_of(20, seed), max_tokens=6)
         bench.engine.run()
     assert len(set(seen)) == 2, "one for decode steps, one for steps with prefill"
+
+
+def test_steps_of_every_configured_size_run_before_the_engine_is_ready(
+    make_bench: Make, prompt_of: Prompt, oracle: Oracle
+) -> None:
+    """What a device compiles on first use, it compiles then; the padding leaves nothing behind."""
+    bench = make_bench(max_requests=4, max_step_tokens=64, warm_up_tokens=(1, 3, 64))
+    assert bench.model.batches == [(0, 1), (0, 3), (0, 64), (1, 1)], "decoded and all tokens"
+    assert bench.generate(prompt_of(70), max_tokens=8) == oracle(prompt_of(70), 8)
+    bench.check()
+
+
+@pytest.mark.parametrize("sizes", [(0,), (1, 65)])
+def test_a_warm_up_that_no_step_can_hold_is_refused(make_bench: Make, sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="max_step_tokens=64"):
+        make_bench(warm_up_tokens=sizes)

@@ -43,6 +43,19 @@ def test_greedy_rows_give_the_largest_logit():
     assert torch.equal(sampler.sample(logits.clone(), [3, 0]).ids_R, logits.argmax(-1).int())
 
 
+def test_warming_up_draws_for_every_kind_of_count_and_changes_no_row():
+    seen = []
+    sampler = make_sampler(capacity=12, seen=seen)
+    sampler.set_row(3, SamplingParams(temperature=1, seed=5), [1], [])
+    logits = logits_of(1)
+    expected = make_sampler(capacity=12)
+    expected.set_row(3, SamplingParams(temperature=1, seed=5), [1], [])
+    sampler.warm_up()
+    assert sorted(len(rows) for rows, _ in seen) == [1, 2, 4, 8, 12]
+    for _ in range(3):
+        assert torch.equal(sampler.sample(logits.clone(), [3]).ids_R, expected.sample(logits.clone(), [3]).ids_R)
+
+
 def run(sampler, row, params, logits_by_step, others=()):
     """Tokens of one row over steps, with other rows beside it."""
     sampler.set_row(row, params, [2, 3], [])
