@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,8 +63,9 @@ class Follower:
     def _make_runner(self, start: Message) -> ModelRunner:
         assert start.facts is not None
         facts = dict(start.facts)
-        raw = facts.pop("config")
-        config = EngineConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in raw.items()})
+        raw: dict[str, Any] = facts.pop("config")
+        raw = {name: tuple(value) if isinstance(value, list) else value for name, value in raw.items()}
+        config = EngineConfig(**raw)
         plan = self._model.cache_plan(window_page_rows=config.window_page_rows, page_tokens=config.page_tokens)
         assert self._team.parallel is not None, "groups are opened before a model is loaded"
         return ModelRunner(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halocline.models.deepseek_v4.compressor import Compressor, Indexer
+from halocline.models.layers.joined_linear import JoinedLinear
 from halocline.models.parallel import SINGLE, Parallel
 
 if TYPE_CHECKING:
@@ -57,7 +58,8 @@ class Attention:
         def linear(name: str) -> PreparedWeight:
             return ops.gemm.prepare_linear(weights.matrix(name), activation=recipe.activation)
 
-        self.wq_a, self.wq_b, self.wkv, self.wo_b = linear("wq_a"), linear("wq_b"), linear("wkv"), linear("wo_b")
+        self.wq_a_wkv = JoinedLinear(ops, weights.matrix("wq_a"), weights.matrix("wkv"), activation=recipe.activation)
+        self.wq_b, self.wo_b = linear("wq_b"), linear("wo_b")
         self.wo_a = ops.attention.prepare_output(weights.matrix("wo_a"), activation="none")
         self.q_norm_Q, self.kv_norm_d = weights.tensor("q_norm.weight"), weights.tensor("kv_norm.weight")
         self.sink_H = weights.tensor("attn_sink")
@@ -76,12 +78,11 @@ class Attention:
             (tokens, hidden), complete: already reduced over the attention group.
         """
         gemm, attention = self.ops.gemm, self.ops.attention
-        q_lora_TQ = self.ops.norm.rms_norm(gemm.linear(x_TD, self.wq_a), self.q_norm_Q, eps=self.eps)
+        q_lora_TQ, latent_Td = self.wq_a_wkv.apart(x_TD)
+        q_lora_TQ = self.ops.norm.rms_norm(q_lora_TQ, self.q_norm_Q, eps=self.eps)
         q_THd = gemm.linear(q_lora_TQ, self.wq_b).unflatten(-1, (self.num_heads, self.head_dim))
         q_THd = attention.prepare_query(plan, q_THd, self.rope, eps=self.eps)
-        self.ops.kv_cache.insert_window(
-            plan, gemm.linear(x_TD, self.wkv), self.kv_norm_d, self.rope, cache.window, eps=self.eps
-        )
+        self.ops.kv_cache.insert_window(plan, latent_Td, self.kv_norm_d, self.rope, cache.window, eps=self.eps)
         compressed_rows = self._compress(x_TD, q_lora_TQ, plan, cache)
         out_THd = self._attend(q_THd, plan, cache, compressed_rows)
         z_TG = attention.output(plan, out_THd, self.rope, self.wo_a, num_groups=self.num_groups)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from halocline.hal.errors import ConfigError, lines
+from halocline.models.layers.joined_linear import JoinedLinear
 from halocline.models.layers.routed_experts import ReplicatedTokens, SentTokens
 from halocline.models.parallel import SINGLE, Parallel
-from halocline.models.weight_source import join_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +61,7 @@ class MixtureOfExperts:
         self.experts = ops.moe.prepare_experts(gate_up, down, activation=recipe.activation)
         del gate_up, down
         shared = weights / "shared_experts"
-        self.shared_gate_up = [
-            ops.gemm.prepare_linear(weight, activation=recipe.activation)
-            for weight in join_rows(shared.matrix("w1"), shared.matrix("w3"))
-        ]
+        self.shared_gate_up = JoinedLinear(ops, shared.matrix("w1"), shared.matrix("w3"), activation=recipe.activation)
         shared_down = shared.matrix("w2")
         self.shared_is_split = shared_down.shape[-1] < config.moe_intermediate_size
         self.shared_down = ops.gemm.prepare_linear(shared_down, activation=recipe.activation)
@@ -92,10 +89,8 @@ class MixtureOfExperts:
 
     def _run_shared(self, x_TD: Tensor) -> Tensor:
         """What this rank's part of the shared expert gives: a partial sum of the world if split, else complete."""
-        linear = self.ops.gemm.linear
-        parts = [linear(x_TD, weight) for weight in self.shared_gate_up]
-        gate_up_TI2 = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-        return linear(self.ops.moe.swiglu(gate_up_TI2, limit=self.shared_limit), self.shared_down)
+        gate_up_TI2 = self.shared_gate_up.joined(x_TD)
+        return self.ops.gemm.linear(self.ops.moe.swiglu(gate_up_TI2, limit=self.shared_limit), self.shared_down)
 
     def route(self, x_TD: Tensor, token_ids_T: Tensor) -> Routing:
         """Experts and weights of each token, by global number."""

@@ -28,6 +28,8 @@ def float64_ops() -> Ops:
             "attention.prepare_query": attention.prepare_query_float64,
             "attention.sparse_decode": attention.sparse_float64,
             "attention.sparse_prefill": attention.sparse_float64,
+            "collective.all_gather": dense.alone_float64,
+            "collective.all_reduce": dense.alone_float64,
             "compressor.allocate_state": attention.allocate_state_float64,
             "compressor.insert": attention.insert_float64,
             "gemm.linear": dense.linear_float64,
