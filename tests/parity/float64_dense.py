@@ -207,8 +207,8 @@ def head_float64(
 # ---- collectives ----------------------------------------------------------------------------------------------
 
 
-def alone_float64(x_TD: torch.Tensor, group: Any) -> torch.Tensor:
-    assert group.size == 1
+def alone_float64(x_TD: torch.Tensor, group: Any, *, axis: int = -1, source: int = 0) -> torch.Tensor:
+    assert (group.size, source) == (1, 0), f"one process joins nothing along axis {axis}"
     return x_TD.clone()
 
 
