@@ -175,6 +175,9 @@ class Team:
         if not is_first:
             self.watch.wait_for_end(_EXPLAIN_SECONDS)
             raise SystemExit(code) from None
+        if self.is_leader:  # the store ends with this process: the others read the reason before that
+            with contextlib.suppress(RuntimeError):
+                self.watch.wait_for_others(_EXPLAIN_SECONDS)
 
     def leave(self) -> None:
         """Ends the ties in good order. A second call does nothing."""

@@ -12,6 +12,7 @@ store, the other looks at processes and at the first one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -191,6 +192,9 @@ class RankWatch:
                 if failure is not None and self._speaks_for_all(failure):
                     self._say(failure)
             if failure is not None and not self._leaving.is_set():
+                if self._resets == 0:  # the store answers; rank 0 waits for this before it takes the store away
+                    with contextlib.suppress(RuntimeError):
+                        self._store.set(f"beat/{self._place.rank}", _LEFT.decode())
                 self._finish(failure)
                 return
             if pending is not None:  # it had left in good order
