@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from halocline.hal.errors import InputError, ShapeError
 from halocline.hal.op import implements
 from halocline.hal.ops.collective import ProcessGroup, all_gather, all_reduce, all_to_all, broadcast
+from halocline.hal.process_group import check_counts, check_source
 
 __all__ = ["all_gather_reference", "all_reduce_reference", "all_to_all_reference", "broadcast_reference"]
 
@@ -45,11 +45,7 @@ def all_to_all_reference(
     x_SD: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: ProcessGroup
 ) -> Tensor:
     """See the contract."""
-    if not len(send_counts) == len(receive_counts) == group.size or sum(send_counts) != x_SD.shape[0]:
-        raise ShapeError(
-            f"{x_SD.shape[0]} rows are sent as {list(send_counts)} and received as {list(receive_counts)} "
-            f"by {group.size} ranks"
-        )
+    check_counts(x_SD.shape[0], send_counts, receive_counts, group.size)
     if group.size == 1:
         return x_SD
     import torch.distributed as dist
@@ -62,8 +58,7 @@ def all_to_all_reference(
 @implements(broadcast)
 def broadcast_reference(x_TD: Tensor, group: ProcessGroup, *, source: int = 0) -> Tensor:
     """See the contract."""
-    if not 0 <= source < group.size:
-        raise InputError(f"rank {source} cannot be the source in a group of {group.size}")
+    check_source(source, group.size)
     if group.size == 1:
         return x_TD
     import torch.distributed as dist

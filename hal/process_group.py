@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
-from halocline.hal.errors import MachineError, lines
+from halocline.hal.errors import InputError, MachineError, ShapeError, lines
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as Handle
 
-__all__ = ["ALONE", "TorchGroup", "open_group"]
+__all__ = ["ALONE", "TorchGroup", "check_counts", "check_source", "open_group"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +35,34 @@ class TorchGroup:
 
 
 ALONE = TorchGroup()
+
+
+def check_counts(num_rows: int, send_counts: Sequence[int], receive_counts: Sequence[int], size: int) -> None:
+    """Checks the counts of an `all_to_all`.
+
+    Raises:
+        ShapeError: If they are not one for each rank, or do not add up to the rows.
+    """
+    if not len(send_counts) == len(receive_counts) == size or sum(send_counts) != num_rows:
+        raise ShapeError(
+            lines(
+                f"{num_rows} rows cannot be sent to {size} ranks as counted",
+                found=f"sent {list(send_counts)}, received {list(receive_counts)}",
+                try_="one count for each rank; those sent add up to the rows",
+            )
+        )
+
+
+def check_source(source: int, size: int) -> None:
+    """Checks the source of a `broadcast`.
+
+    Raises:
+        InputError: If the group has no such rank.
+    """
+    if not 0 <= source < size:
+        raise InputError(
+            lines(f"rank {source} cannot be the source", found=f"a group of {size}", try_=f"0 to {size - 1}")
+        )
 
 
 def open_group(

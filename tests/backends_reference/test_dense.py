@@ -174,10 +174,10 @@ class TestRowsSent:
 
     @pytest.mark.parametrize("counts", [[2], [4], [3, 0], []])
     def test_counts_that_do_not_fit_the_rows_or_the_group(self, counts: list[int]) -> None:
-        with pytest.raises(ShapeError, match=r"3 rows are sent as .* by 1 ranks"):
+        with pytest.raises(ShapeError, match=r"3 rows cannot be sent to 1 ranks as counted"):
             all_to_all_reference(torch.zeros(3, 4), counts, counts, ALONE)
 
 
 def test_a_source_outside_of_the_group_is_refused() -> None:
-    with pytest.raises(InputError, match="rank 1 cannot be the source in a group of 1"):
+    with pytest.raises(InputError, match="rank 1 cannot be the source"):
         broadcast_reference(torch.zeros(1), ALONE, source=1)
