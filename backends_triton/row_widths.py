@@ -7,10 +7,13 @@ what lies behind it without a copy.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from halocline.hal.ops.attention import RowSelection
 
 __all__ = ["padded_rows", "whole_rows"]
+
+_ALIGNED = 4  # entries that kernels of libraries load at once: 16 bytes
 
 
 def _room(rows: RowSelection) -> int:
@@ -22,6 +25,12 @@ def _room(rows: RowSelection) -> int:
     stride = slots_TK.stride(0)
     last = int(slots_TK.storage_offset()) + (num_tokens - 1) * stride
     return min(stride, slots_TK.untyped_storage().nbytes() // slots_TK.element_size() - last)
+
+
+def _is_aligned(slots_TK: Tensor) -> bool:
+    """Whether every row begins where several of its entries can be loaded at once."""
+    strides = (int(slots_TK.storage_offset()), slots_TK.stride(0))
+    return slots_TK.stride(1) == 1 and not any(stride % _ALIGNED for stride in strides)
 
 
 def _widened(rows: RowSelection, width: int) -> RowSelection:
@@ -36,12 +45,15 @@ def whole_rows(rows: RowSelection) -> RowSelection:
 
 
 def padded_rows(rows: RowSelection, multiple: int) -> RowSelection:
-    """A selection whose width is a multiple, at least one; a copy only where the buffer is too narrow."""
+    """A selection whose width is a multiple, at least one, and whose rows begin at multiples of 16 bytes.
+
+    A copy is made only where the buffer is too narrow or its rows begin elsewhere.
+    """
     num_tokens, width = rows.slots_TK.shape
     wanted = max(-(-width // multiple), 1) * multiple
-    if width == wanted and rows.slots_TK.stride(1) == 1:
+    if width == wanted and _is_aligned(rows.slots_TK):
         return rows
-    if _room(rows) >= wanted:
+    if _room(rows) >= wanted and _is_aligned(rows.slots_TK):
         return _widened(rows, wanted)
     slots_TK = torch.full((num_tokens, wanted), -1, dtype=torch.int32, device=rows.slots_TK.device)
     slots_TK[:, :width] = rows.slots_TK

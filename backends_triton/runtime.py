@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ class TorchRuntime:
     """What the engine needs of the device of this process beside kernels.
 
     All graphs share one pool: they never run at the same time, so that the memory of the largest serves the others.
+    The allocator forgets a pool with its last graph, so that graphs made after that share another.
     """
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch's own type, which its releases name differently
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Records what `run` launches; the result launches it again on the same buffers.
@@ -25,11 +28,12 @@ class TorchRuntime:
         Args:
             run: Uses only buffers that keep their addresses. It has been run before, so nothing is compiled in it.
         """
-        if self._pool is None:
+        if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
+        self._graphs.add(graph)
         return graph.replay
 
     def memory(self) -> tuple[int, int]:

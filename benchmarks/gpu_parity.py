@@ -101,6 +101,8 @@ def _summary(rows: Rows, op: str, kernel: str, found: list[ParityResult], *, is_
     assert contract is not None
     params = {"op": op, "kernel": kernel}
     worst: dict[str, Any] = {"share_of_tolerance": 0.0, "norm": 0.0, "case": ""}
+    refused = sorted({result.case for result in found if result.refused})
+    found = [result for result in found if not result.refused]
     for result in found:
         tolerance = contract.tolerances.get(result.dtype)
         for output in result.outputs:
@@ -110,7 +112,7 @@ def _summary(rows: Rows, op: str, kernel: str, found: list[ParityResult], *, is_
         if not result.within:
             rows.add("parity.fault", _fault(result), "difference", params={**params, "case": result.case})
     count = sum(result.within for result in found)
-    value = {"cases": len(found), "within": count, "complete": is_complete, **worst}
+    value = {"cases": len(found), "within": count, "refused": refused, "complete": is_complete, **worst}
     rows.add("parity.kernel", value, "cases", params=params)
 
 

@@ -11,20 +11,24 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halocline.engine.agreement import EarlierAnswer, load_answers
 from halocline.engine.evaluation import prompt_of
 from halocline.engine.grading import Exercise, load_suite
-from halocline.engine.prompt import Prompter
 from halocline.engine.tokenizer import Tokenizer
 from halocline.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from halocline.engine.prompt import Prompter
 
 __all__ = ["load_prompts", "main", "write_prompts"]
 
 
 def write_prompts(model: Path, suite: str, answers: dict[str, EarlierAnswer], out: Path) -> int:
     """Writes the prompts of a suite and the answers that are known; returns how many are."""
+    from halocline.engine.prompt import Prompter  # needs the package that GPU machines may lack
+
     exercises = load_suite(model / "suites" / f"{suite}.jsonl")
     tokenizer = Tokenizer.from_dir(model)
     bos = Checkpoint.open(model).config.bos_token_id

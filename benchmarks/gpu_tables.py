@@ -70,8 +70,9 @@ def _parity(rows: Sequence[Row]) -> str:
         value = row["value"]
         worst = f"{value['norm']:.1e}, {value['share_of_tolerance']:.0%} of what is allowed" if value["norm"] else "0"
         within = f"{value['within']} of {value['cases']}"
-        body.append((f"`{row['params']['op']}`", row["params"]["kernel"], within, worst))
-    return table(("op", "kernel", "cases within", "worst norm"), body)
+        refused = len(value.get("refused", ())) or ""
+        body.append((f"`{row['params']['op']}`", row["params"]["kernel"], within, refused, worst))
+    return table(("op", "kernel", "cases within", "shapes refused", "worst norm"), body)
 
 
 def _graded(rows: Sequence[Row]) -> str:

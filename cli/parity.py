@@ -58,6 +58,7 @@ def _facts(device: str, checked: list[Parity], refused: list[Refused]) -> dict[s
                 "kernel": row.spec.name,
                 "within": row.within,
                 "not_taken": row.num_not_taken,
+                "refused": {result.case: result.refused for result in row.refused},
                 "cases": [_result_facts(result) for result in row.results],
             }
             for row in checked
@@ -82,10 +83,10 @@ def _result_facts(result: ParityResult) -> dict[str, Any]:
 def _print(console: Console, checked: list[Parity], refused: list[Refused]) -> None:
     from rich.table import Table
 
-    table = Table("op", "kernel", "inputs", "not taken", "worst norm", "", box=None, padding=(0, 2, 0, 0))
+    table = Table("op", "kernel", "inputs", "refused", "not taken", "worst norm", "", box=None, padding=(0, 2, 0, 0))
     for row in checked:
         norms = [output.norm for result in row.results for output in result.outputs]
-        counts = (str(len(row.results)), str(row.num_not_taken))
+        counts = (str(len(row.results)), str(len(row.refused)), str(row.num_not_taken))
         worst = f"{max(norms):.2e}" if norms else "-"
         verdict = "" if row.within else "FAILED" if row.results else "NO INPUT SUITS IT"
         table.add_row(row.spec.op, row.spec.name, *counts, worst, verdict)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from halocline.hal.call_outputs import Difference, differences
-from halocline.hal.errors import InputError, NoKernelError, lines
+from halocline.hal.errors import InputError, NoKernelError, ShapeError, lines
 from halocline.hal.offline import Case, Workbench, inputs_for, takes
 from halocline.hal.op import KernelSpec
 from halocline.hal.ops import all_ops, find_op
@@ -45,17 +45,19 @@ class ParityResult:
         dtype: Element type.
         outputs: How far each output is from the reference's.
         error: What the kernel raised, or which output it did not give; empty when it did its work.
+        refused: Why the kernel does not take an input of this shape, in its own words; empty when it took it.
     """
 
     case: str
     dtype: str
     outputs: tuple[Difference, ...] = ()
     error: str = ""
+    refused: str = ""
 
     @property
     def within(self) -> bool:
         """Whether the kernel ran and the op's tolerance holds for every output."""
-        return not self.error and all(output.within for output in self.outputs)
+        return not self.error and not self.refused and all(output.within for output in self.outputs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +67,14 @@ class Parity:
     Attributes:
         spec: The kernel.
         results: One for each input that it takes.
+        refused: One for each input that it states, but whose shape it refuses.
         num_not_taken: Inputs of its op with a format, meaning or size that it does not state.
     """
 
     spec: KernelSpec
     results: tuple[ParityResult, ...]
     num_not_taken: int
+    refused: tuple[ParityResult, ...] = ()
 
     @property
     def within(self) -> bool:
@@ -140,8 +144,13 @@ def check_parity(bench: Workbench, specs: list[KernelSpec]) -> Iterator[Parity]:
             for spec in willing:
                 results[id(spec)].append(judge(bench, spec, case, expected))
         for spec in own:
-            found = tuple(results[id(spec)])
-            yield Parity(spec=spec, results=found, num_not_taken=len(cases) - len(found))
+            tried = results[id(spec)]
+            yield Parity(
+                spec=spec,
+                results=tuple(result for result in tried if not result.refused),
+                num_not_taken=len(cases) - len(tried),
+                refused=tuple(result for result in tried if result.refused),
+            )
 
 
 def reference_outputs(bench: Workbench, case: Case) -> Mapping[str, Tensor]:
@@ -163,6 +172,8 @@ def judge(bench: Workbench, spec: KernelSpec, case: Case, expected: Mapping[str,
     _poison(bench.device.torch_device)
     try:
         found = case.run(ops, bench.device.torch_device)
+    except ShapeError as error:
+        return ParityResult(case=case.name, dtype=case.dtype, refused=str(error))
     except Exception as error:  # a kernel under test may raise anything
         return ParityResult(case=case.name, dtype=case.dtype, error=f"{type(error).__name__}: {error}")
     missing = [name for name in expected if name not in found and not name.endswith(_OPTIONAL)]

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from halocline.hal.call_outputs import Difference, ReadRows, comparable, differences
 from halocline.hal.call_values import Prepared, bind_arguments, clone, decode, encode, named_tensors
 from halocline.hal.errors import InputError, lines
+from halocline.hal.formats import RowFormat
 from halocline.hal.op import Op
 from halocline.hal.ops import find_op
+from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.tensor_file import read_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -110,7 +112,13 @@ def _about(path: Path, metadata: Mapping[str, str]) -> str:
 
 
 def dtype_of(arguments: Mapping[str, Any]) -> str:
-    """Key of the op's tolerance: the element type of the first floating argument."""
+    """Key of the op's tolerance: the element type of the first floating argument.
+
+    bfloat16 where a cache holds low-bit rows: the order of a float32 sum may then flip a step of eight or four bits.
+    """
+    caches = [value.layout.format for value in arguments.values() if isinstance(value, CacheHandle)]
+    if any(found not in (RowFormat.FLOAT32, RowFormat.BFLOAT16) for found in caches):
+        return "bfloat16"
     for name, value in arguments.items():
         for _, tensor in named_tensors(value, name):
             if tensor.is_floating_point() and tensor.element_size() > 1:

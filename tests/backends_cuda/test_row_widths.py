@@ -27,6 +27,17 @@ def test_padded(width: int, stride: int, wanted: int, first: int) -> None:
         assert bool((found.slots_TK[:, width:] == -1).all())
 
 
+@pytest.mark.parametrize(("width", "stride", "start"), [(64, 69, 0), (5, 131, 0), (64, 128, 2)])
+def test_rows_that_begin_beside_16_bytes_are_copied(width: int, stride: int, start: int) -> None:
+    buffer = torch.arange(3 * stride, dtype=torch.int32).view(-1, stride)
+    rows = RowSelection(buffer[:, start : start + width], torch.full((3,), width, dtype=torch.int32))
+    found = padded_rows(rows, 64).slots_TK
+    assert torch.equal(found[:, :width], rows.slots_TK)
+    assert found.data_ptr() != rows.slots_TK.data_ptr()
+    assert found.stride(0) % 4 == 0
+    assert found.storage_offset() % 4 == 0
+
+
 def test_columns_of_a_buffer_end_where_it_ends() -> None:
     buffer = torch.zeros(3, 100, dtype=torch.int32)
     rows = RowSelection(buffer[:, 90:], torch.full((3,), 10, dtype=torch.int32))

@@ -90,6 +90,13 @@ def test_buffers_stay_where_they_are_over_50_replays(model: DeepseekV4Model) -> 
     assert replays.addresses() == before
 
 
+def test_graphs_are_captured_again_after_the_last_one_is_gone(model: DeepseekV4Model) -> None:
+    for length in (64, 300):
+        replays = Replays.of(model, batch=2, max_positions=512)
+        assert same_bits(*replays.at([length, 1]))
+        del replays
+
+
 @pytest.mark.parametrize("batch", [32, 33, 64] if IS_GPU else [2, 3])
 def test_a_graph_captured_with_lengths_that_divide_to_zero_serves_long_requests(
     model: DeepseekV4Model, batch: int

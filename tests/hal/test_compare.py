@@ -20,8 +20,9 @@ from halocline.hal.errors import InputError
 from halocline.hal.formats import RowFormat, Weight, WeightFormat, cache_layout
 from halocline.hal.ops import find_op
 from halocline.hal.ops.attention import AttentionOutput, RowSelection
+from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.ops.moe import Routing
-from halocline.hal.record import replay
+from halocline.hal.record import dtype_of, replay
 
 Kernel = Callable[..., Any]
 NORM = find_op("norm.rms_norm")
@@ -291,3 +292,20 @@ def test_a_comparison_cannot_contain_another(comparison: Comparison) -> None:
     inner = pair(comparison, "norm.rms_norm", rms_norm_reference, off_by(0.1))
     with pytest.raises(AssertionError, match="a comparison cannot contain another"):
         pair(comparison, "norm.rms_norm", inner, rms_norm_reference)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [("float32", "float32"), ("bfloat16", "float32"), ("fp8_block64", "bfloat16"), ("fp8_row", "bfloat16")],
+)
+def test_low_bit_rows_of_a_cache_allow_what_flips_a_step(stored: str, wanted: str) -> None:
+    is_key = stored == "fp8_row"
+    layout = cache_layout(
+        "index_key" if is_key else "latent",
+        RowFormat(stored),
+        width=128 if is_key else 512,
+        rope_width=64,
+        page_rows=64,
+    )
+    cache = CacheHandle(layout=layout, num_pages=1, pages=torch.zeros((1, layout.page_stride), dtype=torch.uint8))
+    assert dtype_of({"values_TC": torch.zeros(1), "cache": cache}) == wanted

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from halocline.backends_reference import attention, compressor, gemm, indexer, kv_cache, moe, norm
+from halocline.hal.errors import ShapeError
 from halocline.hal.ops.attention import AttentionOutput, RowSelection
 from halocline.hal.ops.moe import Routing
 
@@ -51,6 +52,13 @@ def last_rows_unwritten(plan: Any, q_THD: Any, *rest: Any, scale: float) -> Atte
 
 def raises(plan: Any, q_THD: Any, *rest: Any, scale: float) -> AttentionOutput:
     raise RuntimeError("Unsupported h_q")
+
+
+def refuses_many(plan: Any, q_THD: Any, *rest: Any, scale: float) -> AttentionOutput:
+    """Right, but for one token at a time."""
+    if q_THD.shape[0] > 1:
+        raise ShapeError(f"{q_THD.shape[0]} tokens: one is needed")
+    return attention.sparse_decode_reference(plan, q_THD, *rest, scale=scale)
 
 
 def topk_shifted(plan: Any, logits_TS: Any, **options: Any) -> RowSelection:
@@ -109,6 +117,10 @@ def rotated_by_index(*arguments: Any, eps: float) -> None:
 
 def gain_forgotten(x_TD: Any, weight_D: Any, *, eps: float) -> torch.Tensor:
     return norm.rms_norm_reference(x_TD, torch.ones_like(weight_D), eps=eps)
+
+
+def refuses_everything(x_TD: Any, weight_D: Any, *, eps: float) -> torch.Tensor:
+    raise ShapeError(f"{x_TD.shape[1]} lanes: none are known")
 
 
 def input_rounded(x_TK: Any, weight: Any, *, out_dtype: Any = None) -> torch.Tensor:

@@ -63,6 +63,30 @@ def test_a_kernel_that_raises_is_a_failure_with_its_words(bench_with: Callable[.
     assert (result.within, result.error) == (False, "RuntimeError: Unsupported h_q")
 
 
+def test_a_shape_that_a_kernel_refuses_is_counted_and_no_failure(
+    bench_with: Callable[..., Workbench], spec_of: Any
+) -> None:
+    bench = bench_with("attention.sparse_decode", "planted:refuses_many")
+    spec = spec_of(bench, "attention.sparse_decode")
+    cases = inputs_for(bench, "attention.sparse_decode")
+    results = [judge(bench, spec, case) for case in cases]
+    refused = [result for result in results if result.refused]
+    assert {result.within for result in refused} == {False}
+    assert {result.error for result in refused} == {""}
+    assert all("tokens: one is needed" in result.refused for result in refused)
+    (row,) = check_parity(bench, [spec])
+    assert row.within
+    assert len(row.refused) == len(refused)
+    assert 0 < len(row.results) == len(cases) - len(refused)
+
+
+def test_a_kernel_that_refuses_everything_is_not_within(bench_with: Callable[..., Workbench], spec_of: Any) -> None:
+    bench = bench_with("norm.rms_norm", "planted:refuses_everything")
+    (row,) = check_parity(bench, [spec_of(bench, "norm.rms_norm")])
+    assert (row.within, row.results, row.num_not_taken) == (False, (), 0)
+    assert len(row.refused) == len(inputs_for(bench, "norm.rms_norm"))
+
+
 def test_a_missing_output_is_a_failure_but_the_optional_one(bench_with: Callable[..., Workbench], spec_of: Any) -> None:
     bench = bench_with("attention.sparse_decode", "float64_attention:sparse_float64")
     case = inputs_for(bench, "attention.sparse_decode")[0]
