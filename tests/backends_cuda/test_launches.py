@@ -22,9 +22,10 @@ from halocline.backends_cuda import (
     indexer_deep_gemm,
     moe_triton_kernels,
 )
+from halocline.backends_cuda.hyper_connection_flashinfer import read_flashinfer
 from halocline.backends_triton.compressor_torch import allocate_state_torch
 from halocline.backends_triton.compressor_triton import insert_triton
-from halocline.backends_triton.hyper_connection_triton import read_triton, write_triton
+from halocline.backends_triton.hyper_connection_triton import write_triton
 from halocline.backends_triton.indexer_triton import prepare_query_triton, select_triton
 from halocline.backends_triton.kv_cache_triton import insert_window_triton
 from halocline.hal.formats import Weight, WeightFormat
@@ -195,10 +196,10 @@ def test_caches_and_streams(make_step: Callable[..., Any]) -> None:
     projected, bias = normal(1, 1024), normal(128, 512)
     arguments = (*projected.chunk(2, dim=-1), bias, gain, rope, state, step.compressed)
     assert started(lambda: insert_triton(step.plan, *arguments, eps=1e-6)) == ["insert_entries"]
-    streams, matrix = normal(1, 4, 512).bfloat16(), normal(24, 4 * 512)
+    streams, matrix = normal(64, 4, 512).bfloat16(), normal(24, 4 * 512)
     read = partial(
-        read_triton, streams, matrix, normal(24), normal(3), norm_eps=1e-6, hc_eps=1e-6, sinkhorn_iterations=20
+        read_flashinfer, streams, matrix, normal(24), normal(3), norm_eps=1e-6, hc_eps=1e-6, sinkhorn_iterations=20
     )
     assert started(read)[:2] == ["mix_streams", "read_streams"]
-    written = (normal(1, 512).bfloat16(), streams, torch.ones(1, 4), torch.ones(1, 4, 4))
+    written = (normal(64, 512).bfloat16(), streams, torch.ones(64, 4), torch.ones(64, 4, 4))
     assert started(lambda: write_triton(*written)) == ["write_streams"]

@@ -170,7 +170,9 @@ def test_tables_show_ours_beside_the_peers() -> None:
     assert "| flash | 8 | default | 1 | 0.31 | 1.00 | 31% | 37% | 40% | - | - |" in found["Decode steps"]
     assert "| 36 | empty | 5.0 | 15.0 | 20.0 |" in found["Start to the first token, seconds"]
     assert "| `gemm.linear` | a bfloat16 | 5.0 | 5.0 |" in found["Microseconds of kernels at a released model's sizes"]
-    assert "| `gemm.linear` | triton | 3 of 3 |  | 1.0e-03, 50% of what is allowed |" in found["Parity with the reference"]
+    assert (
+        "| `gemm.linear` | triton | 3 of 3 |  | 1.0e-03, 50% of what is allowed |" in found["Parity with the reference"]
+    )
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
