@@ -171,6 +171,7 @@ class Engine:
         """Lets the other ranks go, if there are any. A second call does nothing."""
         if self._lead is not None:
             self._lead.close()
+            self.runner.graphs.clear()
 
     # ---- requests -----------------------------------------------------------------------------------------------
 

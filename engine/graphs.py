@@ -76,6 +76,10 @@ class DecodeGraphs:
         """Launches the recording of a size."""
         self._replays[size]()
 
+    def clear(self) -> None:
+        """Lets the recordings go. A group's library may wait for those that hold its collectives before it ends."""
+        self._replays.clear()
+
     def check(self, shape: StepShape) -> None:
         """Compares what was decided for all ranks with what this one would do.
 

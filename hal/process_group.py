@@ -6,7 +6,7 @@ started torch.distributed before that; which library then moves the bytes follow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
@@ -16,7 +16,9 @@ from halocline.hal.errors import InputError, MachineError, ShapeError, lines
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup as Handle
 
-__all__ = ["ALONE", "TorchGroup", "check_counts", "check_source", "open_group"]
+    from halocline.hal.ops.collective import ProcessGroup
+
+__all__ = ["ALONE", "TorchGroup", "check_counts", "check_source", "connect", "open_group"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,3 +109,34 @@ def open_group(
     handle = next(handle for handle, ranks in zip(handles, partition, strict=True) if rank in ranks)
     assert isinstance(handle, dist.ProcessGroup)
     return TorchGroup(len(mine), mine.index(rank), handle)
+
+
+def connect(groups: Iterable[ProcessGroup], device: str) -> None:
+    """Sends one number through each group: what cannot work shows before weights are read, and not in a capture.
+
+    All ranks of a group call it.
+
+    Args:
+        groups: Of this process; the same one may come twice.
+        device: Where the tensors are, in torch's words.
+
+    Raises:
+        MachineError: If a number comes back wrong.
+    """
+    several = {id(group.handle): group for group in groups if group.handle is not None}
+    if not several:
+        return
+    import torch
+    import torch.distributed as dist
+
+    for group in several.values():
+        one = torch.ones(1, device=device)
+        dist.all_reduce(one, group=group.handle)
+        if one.item() != group.size:
+            raise MachineError(
+                lines(
+                    f"{group.size} ranks cannot exchange numbers",
+                    found=f"a sum of {one.item()} where each has sent 1",
+                    try_="NCCL_DEBUG=INFO, which says how the ranks are connected",
+                )
+            )

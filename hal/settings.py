@@ -65,6 +65,17 @@ _PREFILL_LAYOUTS = ("auto", "paged", "ragged")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _MOST_SECONDS = 86_400.0
+# When a rank is lost, our own line is to be read and not a stack of the library's store. Multicast over the links
+# between GPUs stays off: a program that uses it can put GPUs out of service for others on the same host. Buffers of
+# captured collectives are not registered: that gains nothing for rows of a step, and cannot be done with torch's
+# expandable segments.
+_OF_RANKS = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "NCCL_GRAPH_REGISTER": "0",
+}
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -270,13 +281,10 @@ def set_library_variable(name: str, value: str) -> None:
 def set_variables_of_ranks() -> None:
     """Sets what libraries read in a process that is one of several, unless the user has; before torch is loaded.
 
-    When a rank is lost, our own line is to be read and not a stack of the library's store. Multicast over the links
-    between GPUs stays off: a program that uses it can put GPUs out of service for others on the same host.
+    See `_OF_RANKS`.
     """
-    set_library_variable("TORCH_CPP_LOG_LEVEL", "ERROR")
-    set_library_variable("NCCL_NVLS_ENABLE", "0")
-    set_library_variable("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    set_library_variable("NVSHMEM_DISABLE_NVLS", "1")
+    for name, value in _OF_RANKS.items():
+        set_library_variable(name, value)
 
 
 def child_environment(place: RankPlace, defaults: Mapping[str, str]) -> dict[str, str]:
@@ -286,7 +294,7 @@ def child_environment(place: RankPlace, defaults: Mapping[str, str]) -> dict[str
         place: Its place among them.
         defaults: Variables of libraries, for what the user has not set.
     """
-    return {**defaults, **os.environ, **place.variables()}
+    return {**_OF_RANKS, **defaults, **os.environ, **place.variables()}
 
 
 def _unknown(variable: str, known: Iterable[str]) -> SettingsError:

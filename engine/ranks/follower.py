@@ -54,6 +54,7 @@ class Follower:
             for number, plan in message.plans:
                 if number == group:
                     self.runner.follow(plan)
+        self.runner.graphs.clear()
 
     @property
     def _own_group(self) -> int:

@@ -26,12 +26,13 @@ _LAST_WORDS_SECONDS = 2.0
 _END_SECONDS = 10.0
 
 
-def launch_ranks(arguments: Sequence[str], world: int) -> int:
+def launch_ranks(arguments: Sequence[str], world: int, *, module: str = "halocline") -> int:
     """Runs the same command once for each rank and waits for their end.
 
     Args:
         arguments: Of the command line, without the program's name.
         world: Number of ranks.
+        module: What Python runs.
 
     Returns:
         Exit status: that of rank 0, or not 0 if any rank was lost.
@@ -39,7 +40,7 @@ def launch_ranks(arguments: Sequence[str], world: int) -> int:
     ranks = _Ranks(world)
     with ranks.forwarding_signals():
         try:
-            ranks.start(arguments)
+            ranks.start([sys.executable, "-m", module, *arguments])
             return ranks.wait()
         finally:
             ranks.kill()
@@ -53,8 +54,7 @@ class _Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._signalled = False
 
-    def start(self, arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "halocline", *arguments]
+    def start(self, command: Sequence[str]) -> None:
         port, parent = _free_port(), os.getpid()
         defaults = {
             "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here

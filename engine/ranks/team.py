@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from halocline.engine.ranks.fingerprint import compare_facts
 from halocline.engine.ranks.joining import check_world
 from halocline.engine.ranks.watch import Failure, RankWatch, prefixed
 from halocline.hal.errors import HaloclineError, MachineError, lines
+from halocline.hal.process_group import connect
 from halocline.hal.settings import set_variables_of_ranks
 from halocline.models.parallel import make_parallel
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from halocline.models.parallel import AllToAll, Parallel, ParallelSizes
 
 __all__ = ["Team"]
+
+logger = logging.getLogger(__name__)
 
 _EXPLAIN_SECONDS = 4.0
 _LEAVE_SECONDS = 5.0
@@ -122,6 +126,7 @@ class Team:
             if device != "cpu":
                 torch.accelerator.set_device_index(torch.device(device).index)
             self.parallel = make_parallel(self.sizes, self.place.rank, device, a2a=self._a2a, timeout=self._timeout)
+            connect((self.parallel.attention, self.parallel.data, self.parallel.world), device)
         return self.parallel
 
     def wait_for_all(self) -> None:
@@ -187,13 +192,18 @@ class Team:
         self.watch.leave()
         if self.is_leader:
             self.watch.wait_for_others(_LEAVE_SECONDS)
-        dist.destroy_process_group()
+        # NCCL waits without end for recorded graphs that hold its collectives; whoever kept one must not stop all.
+        ending = threading.Thread(target=dist.destroy_process_group, name="halocline-leave", daemon=True)
+        ending.start()
+        ending.join(_LEAVE_SECONDS)
+        if ending.is_alive():
+            logger.warning("rank %d left its groups behind: something still holds their graphs", self.place.rank)
 
 
 def _is_exchange_failure(error: BaseException) -> bool:
     if isinstance(error, HaloclineError):
         return False
-    words = ("gloo", "connection", "peer", "timed out")
+    words = ("gloo", "nccl", "connection", "peer", "timed out")
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)
     )
