@@ -19,6 +19,7 @@ from halocline.engine.engine import Engine
 from halocline.engine.request import Request
 from halocline.engine.sampler import Sampler
 from halocline.engine.sampling_params import SamplingParams
+from halocline.engine.warm_up import warm_up_tokens
 from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.formats import recipe
 from halocline.hal.probe import probe
@@ -76,6 +77,7 @@ def load_model(
     max_requests: int = 32,
     max_positions: int = 8192,
     max_step_tokens: int = 2048,
+    warms_up: bool = False,
 ) -> GpuModel:
     """Loads a checkpoint in the served recipe onto this machine's device.
 
@@ -86,6 +88,8 @@ def load_model(
         max_requests: Requests in flight.
         max_positions: Longest context.
         max_step_tokens: Tokens of a step.
+        warms_up: Whether it compiles everything before it is ready, as `halocline serve` does on a GPU; else only what
+            the smallest steps need.
     """
     settings = process_settings()
     device = probe(settings)
@@ -116,8 +120,11 @@ def load_model(
         max_positions=max_positions,
         max_step_tokens=max_step_tokens,
         graph_sizes=graph_sizes,
+        warm_up_tokens=warm_up_tokens(max_step_tokens, compiles=warms_up and device.is_gpu),
         eos_ids=checkpoint.config.eos_token_ids,
     )
     sampler = Sampler(max_requests, model.vocab_size, load_ops(table), device.torch_device)
+    if warms_up:
+        sampler.warm_up()
     capture = load_backend(load_manifests(), device.vendor) if graph_sizes else None
     return GpuModel(table=table, engine=Engine(model, sampler, config, device=device.torch_device, capture=capture))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -22,12 +23,12 @@ from halocline.hal.settings import process_settings
 from halocline.hal.stages import REFERENCE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from halocline.benchmarks.gpu_engine import GpuModel
     from halocline.benchmarks.gpu_rows import Rows
 
 __all__ = ["explained", "made", "overrides", "ready"]
-
-_SHOWN = 40
 
 
 def ready(rows: Rows, options: argparse.Namespace) -> None:
@@ -46,15 +47,22 @@ def _ready(rows: Rows, options: argparse.Namespace, name: str) -> None:
         max_requests=max(sizes.ready_batches),
         max_positions=max(sizes.ready_lengths) + 64,
         max_step_tokens=128 if options.tiny else 2048,
+        warms_up=True,
     )
     params = {"kernels": name, "lengths": list(sizes.ready_lengths), "batches": list(sizes.ready_batches)}
     rows.add("ready.warm_up", round(model.engine.warm_up_seconds, 2), "s", params=params)
     watch = JitWatch(cache_folders(process_settings().foreign))
     _serve(model, sizes.ready_lengths, sizes.ready_batches)
     watch.close()
-    found = {"kernels": watch.kernels(), "modules": watch.modules(), "programs": watch.programs()}
+    found = {"kernels": watch.kernels(), "modules": watch.modules(), "programs": watch.compilers()}
     for what, names in found.items():
-        rows.add(f"ready.{what}", len(names), what, params={**params, "first": names[:_SHOWN]})
+        said = {"said": _counted(watch.programs())} if what == "programs" else {}
+        rows.add(f"ready.{what}", len(names), what, params={**params, "first": _counted(names), **said})
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    """Every name with how often it occurs, the most frequent first."""
+    return [f"{name} x {count}" for name, count in Counter(names).most_common()]
 
 
 def _serve(model: GpuModel, lengths: tuple[int, ...], batches: tuple[int, ...]) -> None:

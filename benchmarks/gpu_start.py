@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["child", "start"]
 
-_PROMPT, _POSITIONS = 256, 4096
+_PROMPT, _POSITIONS, _STEP_TOKENS = 256, 4096, 2048
 _MARK = "start: "
 
 
@@ -95,6 +95,7 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
     from halocline.engine.config import EngineConfig
     from halocline.engine.engine import Engine
     from halocline.engine.sampler import Sampler
+    from halocline.engine.warm_up import warm_up_tokens
     from halocline.hal.backend import load_backend, load_manifests
     from halocline.hal.runtime import load_ops
     from halocline.models.deepseek_v4.presets import first_layers
@@ -111,10 +112,12 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
         cache_bytes=2**30 if table.device.is_gpu else 2**27,
         max_requests=32,
         max_positions=_POSITIONS,
-        max_step_tokens=2048,
+        max_step_tokens=_STEP_TOKENS,
         graph_sizes=options.sizes.graph_sizes,
+        warm_up_tokens=warm_up_tokens(_STEP_TOKENS, compiles=table.device.is_gpu),
     )
     sampler = Sampler(config.max_requests, model.vocab_size, load_ops(table), network.device)
+    sampler.warm_up()
     capture = load_backend(load_manifests(), table.device.vendor)
     engine = Engine(model, sampler, config, device=network.device, capture=capture)
     laps.lap("caches, warm-up and graphs")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +13,22 @@ __all__ = ["CACHE_VARIABLES", "JitWatch", "cache_folders"]
 
 # Variables that say where compilers keep their kernels.
 CACHE_VARIABLES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TILELANG_CACHE_DIR")
+
+_COMPILER = re.compile(
+    r"(nvcc|cicc|ptxas|fatbinary|nvlink|cudafe\+\+|hipcc|amdclang\S*|ld(\.\S+)?|lld|as|collect2|cc1\S*|ninja"
+    r"|(\S+-)?(cc|c\+\+|gcc|g\+\+|clang|clang\+\+)(-[\d.]+)?)"
+)
+
+
+def _program(arguments: tuple[Any, ...]) -> str:
+    """Name of the program that an audit event is about: its first word, without its folder."""
+    started = arguments[0]
+    if started is None:  # `subprocess.Popen` names the program in its arguments alone
+        started = arguments[1]
+    if isinstance(started, (list, tuple)):
+        started = started[0]
+    words = os.fsdecode(started).split()
+    return Path(words[0]).name if words else ""
 
 
 def cache_folders(environment: Mapping[str, str]) -> tuple[Path, ...]:
@@ -35,7 +53,7 @@ class JitWatch:
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self._active and event in ("subprocess.Popen", "os.system", "os.posix_spawn"):
-            self._programs.append(str(arguments[0])[:200])
+            self._programs.append(_program(arguments))
 
     def _listing(self) -> set[str]:
         return {
@@ -61,8 +79,12 @@ class JitWatch:
         return [path.parent.name if path.stem == "kernel" else path.stem for path in found]
 
     def programs(self) -> list[str]:
-        """Programs that were started."""
+        """Names of programs that were started."""
         return list(self._programs)
+
+    def compilers(self) -> list[str]:
+        """Those of them that compile, assemble or link."""
+        return [name for name in self._programs if _COMPILER.fullmatch(name)]
 
     def close(self) -> None:
         """Stops noting programs."""

@@ -184,16 +184,23 @@ class BatchBuilder:
 
 
 def padding_plan(
-    layout: StepLayout, *, mixed: bool, num_tokens: int, num_requests: int, max_positions: int
+    layout: StepLayout,
+    *,
+    mixed: bool,
+    num_tokens: int,
+    num_requests: int,
+    max_seqlen: int,
+    num_decode: int | None = None,
 ) -> StepPlan:
-    """A step that holds nothing but padding, for plans at capacity and for capture.
+    """A step that holds nothing but padding, for plans at capacity, for warm-up and for capture.
 
     Args:
         layout: Of the buffers; as many rows as requests fit.
         mixed: Whether they are those of steps with prefill.
         num_tokens: Tokens.
-        num_requests: Requests; those of a step that only decodes bring one token each.
-        max_positions: Longest context.
+        num_requests: Requests; those that decode bring one token each.
+        max_seqlen: Longest sequence that is claimed.
+        num_decode: Requests that decode: all of a step that only decodes, else none, unless told.
     """
     packed = torch.zeros(layout.nbytes, dtype=torch.uint8)
     arrays = {name: view.numpy() for name, view in layout.views(packed).items()}
@@ -203,9 +210,9 @@ def padding_plan(
         shape=StepShape(mixed=mixed, num_tokens=num_tokens, sampled=0),
         packed=packed[: layout.nbytes_without_changes],
         num_requests=num_requests,
-        num_decode=0 if mixed else num_requests,
+        num_decode=(0 if mixed else num_requests) if num_decode is None else num_decode,
         num_sampled=0,
-        max_seqlen=max_positions,
+        max_seqlen=max_seqlen,
     )
 
 

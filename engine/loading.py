@@ -22,6 +22,7 @@ from halocline.engine.prompt import Prompter
 from halocline.engine.ranks.joining import check_model_sizes, join_ranks, start_facts
 from halocline.engine.sampler import Sampler
 from halocline.engine.tokenizer import Tokenizer
+from halocline.engine.warm_up import warm_up_tokens
 from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.errors import CheckpointError, ConfigError, lines
 from halocline.hal.formats import Recipe, recipe
@@ -192,7 +193,7 @@ class PreparedModel:
             max_step_tokens=max_step_tokens,
             prefix_caching=options.prefix_caching,
             graph_sizes=_graph_sizes(options, max_requests, several=groups > 1) if can_capture else (),
-            warm_up_tokens=_warm_up_tokens(max_step_tokens) if device.is_gpu else (1,),
+            warm_up_tokens=warm_up_tokens(max_step_tokens, compiles=device.is_gpu),
             eos_ids=self.checkpoint.config.eos_token_ids,
         )
 
@@ -313,9 +314,3 @@ def _graph_sizes(options: LoadOptions, max_requests: int, *, several: bool) -> t
     if options.graph_sizes is not None:
         return tuple({min(size, max_requests) for size in options.graph_sizes}) if several else options.graph_sizes
     return (*(1 << bit for bit in range((max_requests - 1).bit_length())), max_requests)
-
-
-def _warm_up_tokens(max_step_tokens: int) -> tuple[int, ...]:
-    """Powers of two and their odd neighbours, since kernels are compiled apart for numbers that 16 divides."""
-    powers = [1 << bit for bit in range(max_step_tokens.bit_length())]
-    return tuple(sorted({max_step_tokens, *powers, *(power - 1 for power in powers[1:])}))

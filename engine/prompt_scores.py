@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from halocline.engine.batch import Batch
     from halocline.engine.request import Request
 
-__all__ = ["ScoredRows", "scored_rows"]
+__all__ = ["MOST_ROWS", "ScoredRows", "scored_rows"]
 
-_MOST_ROWS = 1024
+MOST_ROWS = 1024  # of a computation of logits
 
 
 class ScoredRows(NamedTuple):
@@ -45,8 +45,8 @@ def scored_rows(batch: Batch) -> list[ScoredRows]:
         request = chunk.request
         if request.scores_prompt:
             stop = min(chunk.end, len(request.prompt) - 1)
-            for start in range(chunk.start, stop, _MOST_ROWS):
-                count = min(_MOST_ROWS, stop - start)
+            for start in range(chunk.start, stop, MOST_ROWS):
+                count = min(MOST_ROWS, stop - start)
                 found.append(ScoredRows(request, start, first + start - chunk.start, count))
         first += chunk.end - chunk.start
     return found

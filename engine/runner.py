@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from halocline.engine.graphs import DecodeGraphs, GraphCapture
+from halocline.engine.prompt_scores import MOST_ROWS
 from halocline.engine.step_tensors import StepTensors
+from halocline.engine.warm_up import warm_up_steps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -82,13 +84,18 @@ class ModelRunner:
         self.graphs = DecodeGraphs(config.graph_sizes if capture is not None else ())
         self.device = device
         self._capture = capture
-        self._warm_up_tokens = config.warm_up_tokens
+        self._warm_up_steps = warm_up_steps(
+            config.warm_up_tokens,
+            max_requests=memory.max_requests,
+            max_step_tokens=config.max_step_tokens,
+            max_positions=memory.max_positions,
+        )
         self._exchange = exchange
         self._plans: dict[bool, AttentionPlan] = {}
         self._logits_RV = torch.zeros(0, 0)
 
     def warm_up(self) -> float:
-        """Makes the plans at capacity, runs steps of the configured sizes on padding and records the graphs.
+        """Makes the plans at capacity, runs the steps of `engine.warm_up` on padding and records the graphs.
 
         Returns:
             Seconds that it took.
@@ -97,11 +104,16 @@ class ModelRunner:
         for mixed, buffers in ((True, self.tensors.mixed), (False, self.tensors.decode)):
             everything = self.tensors.padding(buffers, buffers.layout.max_tokens, buffers.layout.max_requests)
             self._plans[mixed] = self.model.plan_step(everything, self.geometry, reuse=None)
-            for num_tokens in self._warm_up_tokens if mixed else (1,):
-                num_requests = min(num_tokens, buffers.layout.max_requests)
-                batch = self.tensors.padding(buffers, num_tokens, num_requests)
-                output = self.model.forward(batch, self._refresh_plan(batch, mixed=mixed), self.cache)
-                self.model.compute_logits(output.hidden_TD[:num_requests])
+        for step in self._warm_up_steps:
+            batch = self.tensors.padding(
+                self.tensors.mixed if step.mixed else self.tensors.decode,
+                step.num_tokens,
+                step.num_requests,
+                num_decode=step.num_decode,
+                max_seqlen=step.max_seqlen,
+            )
+            output = self.model.forward(batch, self._refresh_plan(batch, mixed=step.mixed), self.cache)
+            self.model.compute_logits(output.hidden_TD[:MOST_ROWS])
         if self._capture is not None and self.graphs.sizes:
             sizes = (self.graphs.sizes[-1], self.model.vocab_size)
             self._logits_RV = torch.zeros(sizes, dtype=torch.float32, device=self.device)

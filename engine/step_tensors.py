@@ -140,14 +140,31 @@ class StepTensors:
         """Uploads a plan that holds nothing but changes of page tables."""
         self._upload(self._buffers_of(plan), plan, wait=True)
 
-    def padding(self, buffers: DeviceBuffers, num_tokens: int, num_requests: int) -> BatchMetadata:
-        """Tensors of a step that holds nothing but padding, for plans at capacity and for capture."""
+    def padding(
+        self,
+        buffers: DeviceBuffers,
+        num_tokens: int,
+        num_requests: int,
+        *,
+        num_decode: int | None = None,
+        max_seqlen: int | None = None,
+    ) -> BatchMetadata:
+        """Tensors of a step that holds nothing but padding, for plans at capacity, for warm-up and for capture.
+
+        Args:
+            buffers: Those of steps that only decode, or with prefill.
+            num_tokens: Tokens.
+            num_requests: Requests.
+            num_decode: Requests that decode. All of a step that only decodes, else none, unless told.
+            max_seqlen: Longest sequence that is claimed; the longest context unless told.
+        """
         plan = padding_plan(
             buffers.layout,
             mixed=buffers is self.mixed,
             num_tokens=num_tokens,
             num_requests=num_requests,
-            max_positions=self._max_positions,
+            num_decode=num_decode,
+            max_seqlen=max_seqlen or self._max_positions,
         )
         return self.apply(plan, wait=True)
 

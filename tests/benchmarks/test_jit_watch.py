@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from halocline.benchmarks.jit_watch import JitWatch, cache_folders
 
 
@@ -30,7 +32,32 @@ def test_everything_since_the_beginning_is_noticed(tmp_path: Path) -> None:
     assert watch.kernels() == ["attend"]
     assert len(watch.files()) == 3
     assert "new_module_of_a_test" in watch.modules()
-    assert watch.programs() == [sys.executable]
+    assert watch.programs() == [Path(sys.executable).name]
+    assert watch.compilers() == []
+
+
+@pytest.mark.parametrize(
+    ("command", "compiles"),
+    [
+        (["/usr/local/cuda/bin/nvcc", "-c"], True),
+        (["ptxas", "-v"], True),
+        (["/usr/bin/x86_64-linux-gnu-gcc-13"], True),
+        (["c++", "main.c"], True),
+        (["/bin/ld"], True),
+        (["/sbin/ldconfig", "-p"], False),
+        (["nvidia-smi"], False),
+        (["uname", "-p"], False),
+    ],
+)
+def test_compilers_are_told_from_other_programs(command: list[str], compiles: bool) -> None:
+    watch = JitWatch([])
+    sys.audit("subprocess.Popen", command[0], command, None, None)
+    sys.audit("subprocess.Popen", None, command, None, None)
+    sys.audit("os.system", " ".join(command).encode())
+    watch.close()
+    name = Path(command[0]).name
+    assert watch.programs() == [name] * 3
+    assert watch.compilers() == ([name] * 3 if compiles else [])
 
 
 def test_folders_come_from_the_compilers_own_variables() -> None:

@@ -75,7 +75,8 @@ def test_steps_of_every_configured_size_run_before_the_engine_is_ready(
 ) -> None:
     """What a device compiles on first use, it compiles then; the padding leaves nothing behind."""
     bench = make_bench(max_requests=4, max_step_tokens=64, warm_up_tokens=(1, 3, 64))
-    assert bench.model.batches == [(0, 1), (0, 3), (0, 64), (1, 1)], "decoded and all tokens"
+    assert bench.model.batches[:3] == [(0, 1), (0, 3), (0, 64)], "decoded and all tokens"
+    assert {(1, 1), (3, 3), (1, 2), (3, 4)} <= {*bench.model.batches[3:]}
     assert bench.generate(prompt_of(70), max_tokens=8) == oracle(prompt_of(70), 8)
     bench.check()
 
