@@ -14,7 +14,7 @@ from torch import Tensor
 __all__ = ["MOST_ROWS", "thin_fp8_gemm"]
 
 MOST_ROWS = 1  # each row reads the whole matrix
-_LANES = 2048  # lanes of K of a step, at most
+_LANES, _FEW_LANES = 2048, 1024  # lanes of K of a step, at most
 
 
 @triton.jit
@@ -64,9 +64,12 @@ def thin_fp8_gemm(x_TK: Tensor, weight_GNK: Tensor, scale_GNB: Tensor, *, out_dt
     x_TK = x_TK if x_TK.stride(1) == 1 else x_TK.contiguous()
     out = torch.empty((num_rows, groups * n), dtype=out_dtype, device=x_TK.device)
     if num_rows:
-        columns = 16 if groups * n >= 16384 else 8 if groups * n >= 2048 else 4  # few enough to fill a device
+        # Few enough columns to fill a device. Small programs are ahead where there are many, large ones in long rows.
+        columns = 8 if groups * n >= 2048 else 4
+        is_small = k <= _FEW_LANES or groups > 1
         _thin_fp8_gemm_kernel[(triton.cdiv(n, columns) * num_rows, groups)](
             x_TK, weight_GNK, scale_GNB, out, num_rows, x_TK.stride(0), GROUPS=groups, K=k, N=n, COLUMNS=columns,
-            LANES=min(_LANES, max(128, triton.next_power_of_2(k))), num_warps=4,
+            LANES=min(_FEW_LANES if is_small else _LANES, max(128, triton.next_power_of_2(k))),
+            num_warps=2 if is_small else 4,
         )  # fmt: skip
     return out

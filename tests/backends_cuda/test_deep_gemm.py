@@ -273,7 +273,7 @@ class Mhc:
 @pytest.mark.parametrize(("hidden", "splits"), [(64, 4), (256, 16), (4096, 16), (16, 1)])
 def test_hyper_connections(library: Library, monkeypatch: pytest.MonkeyPatch, hidden: int, splits: int) -> None:
     monkeypatch.setattr(hyper_connection_flashinfer, "_mhc", Mhc)
-    streams, fn = normal(65, 4, hidden).bfloat16(), normal(24, 4 * hidden, seed=1) / hidden**0.5
+    streams, fn = normal(129, 4, hidden).bfloat16(), normal(24, 4 * hidden, seed=1) / hidden**0.5
     base, scale = normal(24, seed=2), normal(3, seed=3)
     options = {"norm_eps": 1e-6, "hc_eps": 1e-5, "sinkhorn_iterations": 5}
     found = hyper_connection_flashinfer.read_flashinfer(streams, fn, base, scale, **options)
@@ -282,7 +282,7 @@ def test_hyper_connections(library: Library, monkeypatch: pytest.MonkeyPatch, hi
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one.float(), other.float(), atol=2e-2, rtol=2e-2)
-    y = normal(65, hidden, seed=4).bfloat16()
+    y = normal(129, hidden, seed=4).bfloat16()
     torch.testing.assert_close(
         hyper_connection_flashinfer.write_flashinfer(y, streams, found.post_TN, found.comb_TNN),
         write_reference(y, streams, expected.post_TN, expected.comb_TNN),
@@ -300,7 +300,7 @@ def test_stream_sizes_that_the_libraries_lack_are_refused(
     mixes = (2 + streams) * streams
     with pytest.raises(ShapeError, match=text):
         hyper_connection_flashinfer.read_flashinfer(
-            normal(65, streams, hidden), normal(mixes, streams * hidden), normal(mixes), normal(3), norm_eps=0.0,
+            normal(129, streams, hidden), normal(mixes, streams * hidden), normal(mixes), normal(3), norm_eps=0.0,
             hc_eps=0.0, sinkhorn_iterations=1,
         )  # fmt: skip
 

@@ -96,7 +96,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         RoutingData=lambda gates, *args: SimpleNamespace(rows=len(gates)),
         matmul_ogs=call("matmul", lambda x, w, bias, routed, **kwargs: torch.empty(routed.rows, w)),
     )
-    experts = SimpleNamespace(products=products, tensors=SimpleNamespace(RaggedTensorMetadata=blocks))
+    tensors = SimpleNamespace(RaggedTensorMetadata=blocks)
+    experts = SimpleNamespace(products=products, tensors=tensors, constrain=lambda told: None)
     monkeypatch.setattr(moe_triton_kernels, "_library", lambda: experts)
     return found
 
@@ -196,10 +197,10 @@ def test_caches_and_streams(make_step: Callable[..., Any]) -> None:
     projected, bias = normal(1, 1024), normal(128, 512)
     arguments = (*projected.chunk(2, dim=-1), bias, gain, rope, state, step.compressed)
     assert started(lambda: insert_triton(step.plan, *arguments, eps=1e-6)) == ["insert_entries"]
-    streams, matrix = normal(64, 4, 512).bfloat16(), normal(24, 4 * 512)
+    streams, matrix = normal(128, 4, 512).bfloat16(), normal(24, 4 * 512)
     read = partial(
         read_flashinfer, streams, matrix, normal(24), normal(3), norm_eps=1e-6, hc_eps=1e-6, sinkhorn_iterations=20
     )
     assert started(read)[:2] == ["mix_streams", "read_streams"]
-    written = (normal(64, 512).bfloat16(), streams, torch.ones(64, 4), torch.ones(64, 4, 4))
+    written = (normal(128, 512).bfloat16(), streams, torch.ones(128, 4), torch.ones(128, 4, 4))
     assert started(lambda: write_triton(*written)) == ["write_streams"]

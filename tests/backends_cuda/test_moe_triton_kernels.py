@@ -66,7 +66,9 @@ class Products:
 
 
 @pytest.fixture(autouse=True)
-def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def constraints(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
+    """The library's stand-in; gives what it was told about its products, which it keeps from call to call."""
+    told: dict[str, int | None] = {}
     tensors = SimpleNamespace(
         FP4="fp4",
         wrap_torch_tensor=lambda t, dtype=None: t,
@@ -77,7 +79,9 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         make_default_matmul_mxfp4_w_layout=lambda mx_axis: ("values", {}),
         make_default_matmul_mxfp4_w_scale_layout=lambda mx_axis, num_warps: ("scales", {}),
     )
-    library = SimpleNamespace(products=Products, tensors=tensors, layouts=layouts, plain=SimpleNamespace)
+    library = SimpleNamespace(
+        products=Products, tensors=tensors, layouts=layouts, plain=SimpleNamespace, constrain=told.update
+    )
     monkeypatch.setattr(moe_triton_kernels, "_library", lambda: library)
     monkeypatch.setattr(moe_triton_kernels, "round_activation", lambda x: round_activation(x.float()).to(x.dtype))
 
@@ -109,6 +113,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
         return rows.view(*ids.shape, -1).sum(1).to(out_dtype)
 
     monkeypatch.setattr(moe_triton_kernels, "sum_experts", sum_experts)
+    return told
 
 
 def normal(*shape: int, seed: int) -> Tensor:
@@ -131,6 +136,16 @@ def test_experts(activation: Any, num_tokens: int, hidden: int) -> None:
     assert ours.num_experts == 4
     assert found.shape == expected.shape
     assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 8e-3
+
+
+def test_large_tiles_have_a_short_pipeline_and_small_ones_the_librarys(constraints: dict[str, int | None]) -> None:
+    gate_up = quantize_weight(normal(2, 64, 32, seed=1), WeightFormat.MXFP4)
+    down = quantize_weight(normal(2, 32, 32, seed=2), WeightFormat.MXFP4)
+    ours = moe_triton_kernels.prepare_experts_triton_kernels(gate_up, down, activation="none")
+    for num_tokens, wanted in [(65, 3), (64, None), (1, None)]:
+        routing = Routing(torch.tensor([[0, 1]] * num_tokens, dtype=torch.int32), torch.ones(num_tokens, 2))
+        moe_triton_kernels.experts_triton_kernels(normal(num_tokens, 32, seed=3), routing, ours, limit=0.0)
+        assert constraints["num_stages"] == wanted
 
 
 def test_no_tokens() -> None:
