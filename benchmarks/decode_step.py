@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halocline.benchmarks import device_clock
+from halocline.engine.device_memory import local_device
 from halocline.hal.formats import recipe
 from halocline.hal.ops.batch import BatchMetadata
 from halocline.hal.probe import probe
@@ -19,6 +20,7 @@ from halocline.hal.startup import choose_kernels
 from halocline.models.deepseek_v4.device_weights import DeviceWeights
 from halocline.models.deepseek_v4.model import DeepseekV4Model
 from halocline.models.deepseek_v4.requests import kernel_requests
+from halocline.models.parallel import SINGLE, Parallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,8 +42,9 @@ def random_model(
     max_positions: int,
     recipe_name: str = "served",
     change: Callable[[Ops], Ops] | None = None,
+    parallel: Parallel = SINGLE,
 ) -> tuple[DeepseekV4Model, KernelTable]:
-    """A model with random weights on this machine's device, and its kernels.
+    """A model with random weights on this process's device, and its kernels.
 
     Args:
         config: The model; draft layers are left out.
@@ -49,15 +52,27 @@ def random_model(
         max_positions: Longest context.
         recipe_name: Numeric recipe.
         change: Takes the kernels of a layer and gives those to use instead.
+        parallel: The place of one of several ranks, which makes its part of the weights alone.
     """
-    settings, chosen = process_settings(), recipe(recipe_name)
+    settings, chosen, sizes = process_settings(), recipe(recipe_name), parallel.sizes
     device = probe(settings)
+    place = settings.place()
+    torch_device = device.torch_device if place is None else local_device(device, place)
     table = choose_kernels(
-        lambda device, layout: kernel_requests(config, chosen, prefill_layout=layout, cache_dialect=device.fp8_dialect),
+        lambda device, layout: kernel_requests(
+            config,
+            chosen,
+            tp_size=sizes.tp,
+            dp_size=sizes.dp,
+            ep_size=sizes.ep,
+            a2a=parallel.a2a,
+            prefill_layout=layout,
+            cache_dialect=device.fp8_dialect,
+        ),
         settings=settings,
         flags=kernels,
         device=device,
-        graphs=True,
+        graphs=parallel.a2a == "none",
     )
 
     @functools.cache
@@ -69,11 +84,12 @@ def random_model(
         config,
         chosen,
         ops_of_layer,
-        DeviceWeights(config, device=device.torch_device),
+        DeviceWeights(config, device=torch_device, parallel=parallel),
         prefill_layout=table.prefill_layout,
         max_positions=max_positions,
-        device=device.torch_device,
+        device=torch_device,
         with_draft=False,
+        parallel=parallel,
     )
     return model, table
 
@@ -95,6 +111,7 @@ class DecodeStep:
         max_positions: int,
         padding: int = 0,
         whole_windows: bool = False,
+        seed: int = 1,
     ) -> None:
         """Allocates caches for `batch` requests of `max_positions` tokens and fills them with random rows.
 
@@ -105,6 +122,7 @@ class DecodeStep:
             padding: Rows of padding behind them.
             whole_windows: Whether every window page is kept, as a long prefill writes them all; otherwise a request
                 uses a few of them in turn.
+            seed: Of token ids, rows of caches and the order of pages.
         """
         self._model, device = model, model.device
         plan = model.cache_plan(window_page_rows=_WINDOW_PAGE, page_tokens=_TOKEN_PAGE)
@@ -114,7 +132,7 @@ class DecodeStep:
         self.cache = model.allocate_cache(
             plan, num_window_pages=batch * held, num_token_pages=batch * token_columns, num_state_slots=batch
         )
-        generator = torch.Generator(device=device).manual_seed(1)
+        generator = torch.Generator(device=device).manual_seed(seed)
         handles = [h for layer in self.cache.layers for h in (layer.window, layer.compressed, layer.index_keys) if h]
         for handle in handles:  # bytes below 0x40 are small finite numbers in every row format
             handle.pages.random_(0, 0x40, generator=generator)

@@ -14,7 +14,17 @@ from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.probe import probe
 from halocline.hal.settings import process_settings
 
-__all__ = ["capture", "kernels_of", "median", "milliseconds", "release", "settle", "stopwatch", "used_gib"]
+__all__ = [
+    "capture",
+    "kernels_of",
+    "median",
+    "milliseconds",
+    "milliseconds_once",
+    "release",
+    "settle",
+    "stopwatch",
+    "used_gib",
+]
 
 
 def settle() -> None:
@@ -50,10 +60,11 @@ def milliseconds(run: Callable[[], None], *, rounds: int) -> list[float]:
     for _ in range(3):
         run()
     settle()
-    return sorted(_timed(run) for _ in range(rounds))
+    return sorted(milliseconds_once(run) for _ in range(rounds))
 
 
-def _timed(run: Callable[[], None]) -> float:
+def milliseconds_once(run: Callable[[], None]) -> float:
+    """Milliseconds of one call, by the device's own clock where it has one."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
         run()

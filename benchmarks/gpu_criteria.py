@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+
+from halocline.benchmarks.gpu_criteria_two import TWO_CRITERIA
+from halocline.benchmarks.gpu_judging import Criterion, Row, Verdict, find, find_errors, latest
 
 __all__ = ["CRITERIA", "Criterion", "Verdict", "find", "latest", "verdicts"]
-
-Row = dict[str, Any]
 
 _SCORE_GAP, _LEAST_P, _SAME = 0.02, 0.05, 0.98
 _COSINE = 0.999
@@ -17,75 +16,13 @@ _PREFILL, _PEER = 0.25, 15.0
 _EXPERTS_APART = 0.2  # of the number that uniform routing would give
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the rows say of a line.
-
-    Attributes:
-        line: The line.
-        passed: Whether it holds; None if its rows are missing.
-        said: The figures, in words.
-    """
-
-    line: str
-    passed: bool | None
-    said: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Criterion:
-    """A line and its judge, which gets the rows and returns whether it holds and the figures."""
-
-    line: str
-    judge: Callable[[Sequence[Row]], tuple[bool | None, str]]
-
-
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each name and parameters: a part that ran again replaces what it said before.
-
-    What came to a good end says so by a row of its seconds; an earlier failure of the same is forgotten then.
-    """
-    kept: dict[tuple[str, str, bool], Row] = {}
-    for row in rows:
-        asked = str(sorted((key, value) for key, value in row["params"].items() if key not in _SAID))
-        if row["name"].endswith(".seconds"):
-            kept.pop((row["name"].removesuffix(".seconds"), asked, True), None)
-        kept[row["name"], asked, row["unit"] == "error"] = row
-    return list(kept.values())
-
-
-# Parameters that say what came out, not what was asked.
-_SAID = ("said", "first", "apart", "lessons", "failed", "finite", "compared", "GiB", "planned", "unbound")
-
-
-def find(rows: Sequence[Row], name: str, **params: Any) -> list[Row]:
-    """Rows of a name and these parameters, errors left out."""
-    return [
-        row
-        for row in rows
-        if row["name"] == name
-        and row["unit"] != "error"
-        and all(row["params"].get(key) == value for key, value in params.items())
-    ]
-
-
-def _errors(rows: Sequence[Row], *names: str, **params: Any) -> list[Row]:
-    return [
-        row
-        for row in rows
-        if row["name"] in names
-        and row["unit"] == "error"
-        and all(row["params"].get(key) == value for key, value in params.items())
-    ]
-
-
 # ---- judges ---------------------------------------------------------------------------------------------------------
 
 
 def _parity(wanted: Callable[[str], bool]) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
     def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
         found = [row for row in find(rows, "parity.kernel") if wanted(row["params"]["kernel"])]
-        broken = _errors(rows, "parity.op")
+        broken = find_errors(rows, "parity.op")
         if not found:
             return None, f"{len(broken)} ops failed" if broken else ""
         cases = sum(row["value"]["cases"] for row in found)
@@ -139,7 +76,7 @@ def _width(against: str) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
 
 def _graphs(rows: Sequence[Row]) -> tuple[bool | None, str]:
     apart, beside = find(rows, "graph.apart"), find(rows, "graph.neighbour")
-    broken = _errors(rows, "graph")
+    broken = find_errors(rows, "graph")
     if not apart:
         return None, ""
     bad = [f"{row['params']['kernels']}, {row['params']['what']}: {row['value']}" for row in apart if row["value"]]
@@ -235,7 +172,7 @@ def _explain(rows: Sequence[Row]) -> tuple[bool | None, str]:
 
 
 def _overrides(rows: Sequence[Row]) -> tuple[bool | None, str]:
-    ran, broken = find(rows, "override.ran"), _errors(rows, "override", "override.ran")
+    ran, broken = find(rows, "override.ran"), find_errors(rows, "override", "override.ran")
     if not ran:
         return None, ""
     bad = [f"{row['params']['op']}={row['params']['kernel']}" for row in broken]
@@ -243,7 +180,7 @@ def _overrides(rows: Sequence[Row]) -> tuple[bool | None, str]:
 
 
 def _compare(rows: Sequence[Row]) -> tuple[bool | None, str]:
-    calls, broken = find(rows, "parity.calls"), _errors(rows, "parity.generation")
+    calls, broken = find(rows, "parity.calls"), find_errors(rows, "parity.generation")
     if not calls:
         return None, ""
     apart = [r["params"]["op"] for r in find(rows, "parity.in_generation") if r["value"]["apart"]]
@@ -262,7 +199,7 @@ def _start(rows: Sequence[Row]) -> tuple[bool | None, str]:
 def _sanitizer(tool: str, count: int) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
     def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
         found = find(rows, "sanitizer.errors", tool=tool)
-        broken = _errors(rows, "sanitizer", "sanitizer.op", tool=tool)
+        broken = find_errors(rows, "sanitizer", "sanitizer.op", tool=tool)
         if not found:
             return None, f"{len(broken)} runs failed" if broken else ""
         errors, calls = sum(row["value"] for row in found), find(rows, "sanitizer.calls", tool=tool)
@@ -284,7 +221,7 @@ def _speed(kernels: Sequence[str]) -> Callable[[Sequence[Row]], tuple[bool | Non
 
 
 def _made(rows: Sequence[Row]) -> tuple[bool | None, str]:
-    found, broken = find(rows, "made.generated"), _errors(rows, "made")
+    found, broken = find(rows, "made.generated"), find_errors(rows, "made")
     if not found:
         return None, str(broken[-1]["value"])[:100] if broken else ""
     times = find(rows, "made.seconds_in_all")
@@ -294,7 +231,7 @@ def _made(rows: Sequence[Row]) -> tuple[bool | None, str]:
 
 
 def _wheel(rows: Sequence[Row]) -> tuple[bool | None, str]:
-    found, broken = find(rows, "wheel.command"), _errors(rows, "wheel")
+    found, broken = find(rows, "wheel.command"), find_errors(rows, "wheel")
     if not found:
         return (False, str(broken[-1]["value"])[:120]) if broken else (None, "")
     said = [f"{row['params']['command']} {row['value']}" for row in found]
@@ -342,6 +279,7 @@ CRITERIA = (
     Criterion(line="graded model with tilelang attention", judge=_graded("tilelang", (32,))),
     Criterion(line="speed of tilelang and portable kernels", judge=_speed(("tilelang", "triton"))),
     Criterion(line="the wheel in an empty environment: demo, doctor, explain", judge=_wheel),
+    *TWO_CRITERIA,
 )
 
 

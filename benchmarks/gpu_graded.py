@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from halocline.benchmarks.gpu_engine import GpuModel
     from halocline.benchmarks.gpu_rows import Rows
 
-__all__ = ["graded", "marks_of"]
+__all__ = ["graded", "keep", "marks_of", "report"]
 
 _LONGEST = 8192
 
@@ -50,8 +50,8 @@ def graded(rows: Rows, options: argparse.Namespace) -> None:
                 answers = _answers(model, items, together=batch)
                 rows.add("graded.run", round(time.perf_counter() - start, 2), "s", params=params)
                 marks = marks_of(options.model, exercises, answers, model.engine.config.eos_ids)
-                _report(rows, params, marks, items)
-                _keep(options.out / f"answers-{name}-{batch}.json", marks)
+                report(rows, params, marks, items)
+                keep(options.out / f"answers-{name}-{batch}.json", marks)
 
 
 def _answers(model: GpuModel, items: Sequence[dict[str, Any]], *, together: int) -> list[list[int]]:
@@ -74,13 +74,21 @@ def marks_of(
     return marks
 
 
-def _report(rows: Rows, params: dict[str, Any], marks: Sequence[Mark], items: Sequence[dict[str, Any]]) -> None:
+def report(
+    rows: Rows,
+    params: dict[str, Any],
+    marks: Sequence[Mark],
+    items: Sequence[dict[str, Any]],
+    *,
+    name: str = "graded",
+) -> None:
+    """Rows of the score and of how the answers compare with those of the reference; their names begin with `name`."""
     lessons = score([mark.exercise for mark in marks], [mark.is_right for mark in marks])
     rows.add(
-        "graded.score",
+        f"{name}.score",
         sum(mark.is_right for mark in marks) / len(marks),
         "share",
-        params={**params, "lessons": {name: [one.right, one.total] for name, one in lessons.items()}},
+        params={**params, "lessons": {lesson: [one.right, one.total] for lesson, one in lessons.items()}},
     )
     earlier = {
         item["name"]: EarlierAnswer(item["answer"]["output"], item["answer"]["is_right"])
@@ -88,13 +96,14 @@ def _report(rows: Rows, params: dict[str, Any], marks: Sequence[Mark], items: Se
         if item["answer"] is not None
     }
     if not earlier:
-        rows.add("graded.agreement", "the prompts file holds no answers of the reference", "error", params=params)
+        rows.add(f"{name}.agreement", "the prompts file holds no answers of the reference", "error", params=params)
         return
     found = compare_answers(marks, earlier)
     apart = [m.exercise.name for m in marks if m.exercise.name in earlier and m.output != earlier[m.exercise.name][0]]
     value = {"same": found.same, "score": found.score, "reference_score": found.other_score, "p": found.p}
-    rows.add("graded.agreement", value, "share", params={**params, "compared": found.num_common, "apart": apart})
+    rows.add(f"{name}.agreement", value, "share", params={**params, "compared": found.num_common, "apart": apart})
 
 
-def _keep(path: Path, marks: Sequence[Mark]) -> None:
+def keep(path: Path, marks: Sequence[Mark]) -> None:
+    """Writes the answers, to be looked at."""
     path.write_text(json.dumps({"answers": [mark.to_json() for mark in marks]}, ensure_ascii=False))

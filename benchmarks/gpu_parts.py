@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from halocline.benchmarks.gpu_ranks import MODES
 from halocline.benchmarks.gpu_rows import Rows
 from halocline.benchmarks.gpu_sizes import FULL, KERNEL_SETS, TINY
 
 __all__ = ["MODULES", "main", "parse"]
 
-# Where each part is. A module is imported by the one process that runs a part of it.
+# Where each part is. A module is imported by the processes that run a part of it.
 MODULES = {
     "cases": "gpu_parity",
     "generation": "gpu_parity",
@@ -33,13 +34,20 @@ MODULES = {
     "sanitizer": "gpu_tools",
     "tests": "gpu_tools",
     "wheel": "gpu_tools",
+    "two_smoke": "gpu_two",
+    "two_collectives": "gpu_two",
+    "two_decode": "gpu_two_decode",
+    "two_graded": "gpu_two_engine",
+    "two_make": "gpu_two_serve",
+    "two_generate": "gpu_two_serve",
+    "two_serve": "gpu_two_serve",
 }
 _FUNCTIONS = {"start_child": "child"}
 _ENDED = 128 + signal.SIGTERM
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Reads a part's command line; `sizes` are added."""
+    """Reads a part's command line; `sizes` are added, and `arguments`, what was read."""
     parser = argparse.ArgumentParser(prog="./dev bench gpu_parts", description=__doc__)
     parser.add_argument("part", choices=MODULES)
     parser.add_argument("--out", type=Path, required=True, help="folder of everything else, and of the rows")
@@ -63,9 +71,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="graded without graphs")
     parser.add_argument("--caches", default="warm", help="how the kernel caches are, in the rows of start")
     parser.add_argument("--tool", default="memcheck", help="of compute-sanitizer")
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=[], help="ways to spread a model over two ranks")
+    parser.add_argument("--folder", type=Path, help="of the model that two ranks serve")
     parser.add_argument("--tests", nargs="*", default=[], metavar="PYTEST", help="handed to pytest")
     options = parser.parse_args(list(arguments))
     options.sizes = TINY if options.tiny else FULL
+    options.arguments = list(arguments)
     return options
 
 

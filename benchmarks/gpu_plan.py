@@ -1,43 +1,18 @@
 """What a GPU session consists of: its parts, what each proves, and what it may take. Data, free of torch.
 
 Parts that check or compile run side by side, as far as the device's memory goes; parts that time something run alone,
-after them. Three calls of less than ten minutes hold everything, because some machines are lent for so long at a time.
+after them. Four calls of less than ten minutes hold everything, because some machines are lent for so long at a time;
+the fourth is for a machine with two GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from halocline.benchmarks.gpu_part import Part
+from halocline.benchmarks.gpu_plan_two import TWO_PARTS
 
 __all__ = ["CALLS", "PARTS", "Part", "chosen_parts"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """One process of a session.
-
-    Attributes:
-        name: As `--parts` takes it; unique.
-        command: Arguments of `gpu_parts`.
-        proves: What its rows say.
-        call: In which of the three calls it runs.
-        seconds: After so many it is ended.
-        gib: Device memory that it takes at most.
-        alone: Whether it times something, so that nothing may run beside it.
-        own_caches: Whether it starts with empty caches of compiled kernels.
-        needs: What has to be there: a module, a program, `prompts.json` or `halocline wheel`. A part without it is not
-            run and says so.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    proves: str
-    call: int
-    seconds: int
-    gib: int = 4
-    alone: bool = False
-    own_caches: bool = False
-    needs: str = ""
 
 
 def _warm(name: str, *words: str, call: int, gib: int, seconds: int = 150) -> Part:
@@ -335,6 +310,7 @@ PARTS = (
         gib=16,
         alone=True,
     ),
+    *TWO_PARTS,
 )
 CALLS = tuple(sorted({part.call for part in PARTS}))
 

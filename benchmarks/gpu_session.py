@@ -1,4 +1,4 @@
-"""Everything that is measured on one GPU, within minutes and without a network; rows of JSON come out.
+"""Everything that is measured on one GPU or two, within minutes and without a network; rows of JSON come out.
 
 `./dev gpu` starts it. First the parts that check something run side by side, and with them the compilation of what is
 timed later; then the timed parts run alone. A part that fails or takes too long leaves its rows and its log, the others
@@ -49,6 +49,7 @@ class Session:
         options: Arguments that every part takes.
         rows: Notes of the session itself.
         memory_gib: What parts that run side by side may take together.
+        layers: Depth of the parts of several devices; theirs when left out.
         program: What takes a part's command.
     """
 
@@ -58,6 +59,7 @@ class Session:
     options: tuple[str, ...]
     rows: Rows
     memory_gib: int = MEMORY_GIB
+    layers: int | None = None
     program: tuple[str, ...] = (sys.executable, "-m", "halocline.benchmarks", "gpu_parts")
 
     def start(self, part: Part) -> Running:
@@ -72,6 +74,8 @@ class Session:
             variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         settings = [f"{name}={value}" for name, value in variables.items()]
         command = ["env", *settings, *self.program, *part.command]
+        if self.layers and part.gpus > 1 and "--layers" not in part.command:
+            command += ["--layers", str(self.layers)]
         with (self.work / f"{part.name}.log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, *self.options, "--label", part.name],
@@ -199,6 +203,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default="", metavar="A,B", help="only these parts, beside those of --calls")
     parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
     parser.add_argument("--seconds", type=float, default=555.0, help="for each call")
+    parser.add_argument("--layers", type=int, help="depth of the parts of two GPUs; all of it when left out")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/halocline-gpu"), help="folder that may be lost")
     parser.add_argument("--again", action="store_true", help="also run what is done already")
@@ -251,7 +256,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def lacks(part: Part, options: argparse.Namespace, site: Path) -> str:
     """What a part needs and does not find; empty when it can run."""
-    needs = part.needs
+    needs, device = part.needs, probe(process_settings())
+    if device.is_gpu and device.num_devices < part.gpus:
+        return f"{part.gpus} GPUs"
     if needs == "prompts.json":
         found = _prompts(options)
         return "" if found is not None and found.is_file() else needs
@@ -289,6 +296,7 @@ def _session(options: argparse.Namespace, path: Path, start: float) -> Session:
             *(("--tiny",) if options.tiny else ()),
         ),
         rows=rows,
+        layers=options.layers,
     )
 
 

@@ -51,12 +51,16 @@ class Sizes:
         ready_lengths: Prompts after an engine is ready.
         ready_batches: Requests at a time after an engine is ready.
         peer_prompt: Tokens before the steps that are timed against a peer.
+        two_model: A narrow model that two ranks can share in every mode.
+        two_modes: Modes of two ranks.
+        two_batches: Batch sizes of timed steps of two ranks, of the whole machine.
         rounds: Timed repetitions.
     """
 
     flash: DeepseekV4Config
     pro: DeepseekV4Config
     graph: DeepseekV4Config
+    two_model: DeepseekV4Config
     all_kinds: tuple[int, ...] = (0, 0, 4, 128)
     layers: int = 8
     deep_layers: int = 36
@@ -72,26 +76,26 @@ class Sizes:
     ready_lengths: tuple[int, ...] = (17, 300, 2000)
     ready_batches: tuple[int, ...] = (1, 3, 17, 64, 128)
     peer_prompt: int = 512
+    two_modes: tuple[str, ...] = ("tp", "tp-ep", "ep", "dp", "dp-sent")
+    two_batches: tuple[int, ...] = (1, 32, 128)
     rounds: int = 20
 
 
-FULL = Sizes(
-    flash=FLASH,
-    pro=PRO,
-    graph=FLASH.replace(
-        num_hidden_layers=5,
-        compress_ratios=(0, 0, 4, 128, 4),
-        num_nextn_predict_layers=0,
-        hidden_size=1024,
-        n_routed_experts=16,
-        moe_intermediate_size=512,
-        vocab_size=4096,
-    ),
+_NARROW = FLASH.replace(
+    num_hidden_layers=5,
+    compress_ratios=(0, 0, 4, 128, 4),
+    num_nextn_predict_layers=0,
+    hidden_size=1024,
+    n_routed_experts=16,
+    moe_intermediate_size=512,
+    vocab_size=4096,
 )
+FULL = Sizes(flash=FLASH, pro=PRO, graph=_NARROW, two_model=_NARROW)
 TINY = Sizes(
     flash=VENDOR_TINY,
     pro=VENDOR_TINY.replace(num_attention_heads=8),
     graph=VENDOR_TINY.without_draft(),
+    two_model=VENDOR_TINY.without_draft().replace(moe_intermediate_size=256),
     layers=3,
     deep_layers=4,
     pro_layers=2,
@@ -106,5 +110,6 @@ TINY = Sizes(
     ready_lengths=(5, 140),
     ready_batches=(1, 3),
     peer_prompt=40,
+    two_batches=(1, 2),
     rounds=3,
 )

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from halocline.benchmarks.gpu_criteria import Verdict, find
-from halocline.benchmarks.gpu_plan import Part
+from halocline.benchmarks.gpu_markdown import table, trace_table
+from halocline.benchmarks.gpu_part import Part
+from halocline.benchmarks.gpu_tables_two import two_tables
 from halocline.benchmarks.roofline import STEP_PEERS
 
 __all__ = ["plan_table", "table", "tables", "verdict_lines"]
@@ -14,14 +16,6 @@ __all__ = ["plan_table", "table", "tables", "verdict_lines"]
 Row = dict[str, Any]
 
 _MARKS = {True: "pass", False: "FAIL", None: "not run"}
-
-
-def table(heads: Sequence[str], body: Sequence[Sequence[object]]) -> str:
-    """A table; nothing when there is no row."""
-    if not body:
-        return ""
-    rows = [[str(cell) for cell in row] for row in (heads, ["---"] * len(heads), *body)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def plan_table(parts: Sequence[Part]) -> str:
@@ -54,13 +48,14 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
         "Start to the first token, seconds": _start(rows),
         "Microseconds of kernels at a released model's sizes": _speed(rows),
     }
+    found |= two_tables(rows)
     for row in find(rows, "decode.trace"):
         params = row["params"]
         if params.get("model") == "flash" and params.get("batch") in {1, 32}:
             title = (
                 f"Where a step goes: {params['kernels']} kernels, {params['layers']} layers, batch {params['batch']}"
             )
-            found[title] = _trace(row)
+            found[title] = trace_table(row)
     return {title: text for title, text in found.items() if text}
 
 
@@ -152,8 +147,3 @@ def _speed(rows: Sequence[Row]) -> str:
     names = sorted({name for times in found.values() for name in times})
     body = [(f"`{op}`", case, *(times.get(name, "-") for name in names)) for (op, case), times in found.items()]
     return table(("op", "case", *names), body)
-
-
-def _trace(row: Row) -> str:
-    body = [(f"`{name[:70]}`", us, count) for name, (us, count) in row["value"].items()]
-    return table(("kernel", "us", "launches"), body)

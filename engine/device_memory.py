@@ -12,8 +12,9 @@ from halocline.engine.memory_plan import cache_limit
 if TYPE_CHECKING:
     from halocline.engine.load_options import LoadOptions
     from halocline.hal.device import Device
+    from halocline.hal.place import RankPlace
 
-__all__ = ["cache_bytes", "device_of_process"]
+__all__ = ["cache_bytes", "device_of_process", "local_device"]
 
 # When nobody says: the rest of a GPU is for activations and workspaces; a CPU shares its memory with everything else.
 _GPU_FRACTION = 0.9
@@ -23,9 +24,12 @@ _CPU_CACHE_BYTES = 4 * 2**30
 def device_of_process(device: Device, options: LoadOptions) -> str:
     """The device of this process in torch's words; of several ranks on a machine each has its own."""
     place = options.settings.place()
-    if place is None or not device.is_gpu:
-        return device.torch_device
-    return f"{device.torch_device}:{place.local_rank}"
+    return device.torch_device if place is None else local_device(device, place)
+
+
+def local_device(device: Device, place: RankPlace) -> str:
+    """The device of one of several ranks in torch's words."""
+    return f"{device.torch_device}:{place.local_rank}" if device.is_gpu else device.torch_device
 
 
 def cache_bytes(device: Device, options: LoadOptions) -> int:

@@ -13,6 +13,8 @@ import torch
 
 from halocline.hal.formats import Weight, WeightFormat
 from halocline.models.deepseek_v4.weight_plan import plan_weights
+from halocline.models.parallel import SINGLE, Parallel
+from halocline.models.sharding import RankPart, expert_run
 from halocline.models.weight_plan import Role, StoredDtype
 
 if TYPE_CHECKING:
@@ -29,10 +31,13 @@ _BIAS_UE8M0 = 127
 
 
 class DeviceWeights:
-    """A `WeightSource` that computes each tensor when it is asked for."""
+    """A `WeightSource` that computes each tensor when it is asked for: the part of one rank, as `RankPart` cuts it.
 
-    def __init__(self, config: DeepseekV4Config, *, device: str) -> None:
-        self._plan = plan_weights(config)
+    What all ranks hold is the same on all of them; parts that are split are drawn for themselves.
+    """
+
+    def __init__(self, config: DeepseekV4Config, *, device: str, parallel: Parallel = SINGLE) -> None:
+        self._part = RankPart(plan=plan_weights(config), parallel=parallel)
         self._num_experts = config.n_routed_experts
         self._device = device
 
@@ -41,7 +46,7 @@ class DeviceWeights:
 
     def tensor(self, name: str) -> Tensor:
         """See `WeightSource.tensor`."""
-        parameter = self._plan.by_name[name]
+        parameter = self._part.of(self._part.plan.by_name[name])
         generator = self._generator(name)
         if parameter.role is Role.INDEX:
             tokens, chosen = parameter.shape
@@ -58,14 +63,16 @@ class DeviceWeights:
 
     def matrix(self, name: str) -> Weight:
         """See `WeightSource.matrix`."""
-        return self._make(self._plan.by_name[f"{name}.weight"], ())
+        return self._make(self._part.plan.by_name[f"{name}.weight"], ())
 
     def experts(self, prefix: str, parts: tuple[str, ...], num_experts: int) -> Weight:
         """See `WeightSource.experts`."""
-        first = self._plan.by_name[f"{prefix}.0.{parts[0]}.weight"]
-        return self._make(first, (num_experts,), num_parts=len(parts))
+        held = expert_run(num_experts, self._part.parallel)
+        first = self._part.plan.by_name[f"{prefix}.{held.start}.{parts[0]}.weight"]
+        return self._make(first, (len(held),), num_parts=len(parts))
 
-    def _make(self, parameter: Parameter, stack: tuple[int, ...], *, num_parts: int = 1) -> Weight:
+    def _make(self, whole: Parameter, stack: tuple[int, ...], *, num_parts: int = 1) -> Weight:
+        parameter, inputs = self._part.of(whole), whole.shape[1]
         rows, lanes = parameter.shape
         shape = (*stack, rows * num_parts, lanes)
         generator, device = self._generator(parameter.name), self._device
@@ -73,15 +80,15 @@ class DeviceWeights:
             data = torch.randint(
                 0, 256, (*shape[:-1], lanes // 2), dtype=torch.uint8, generator=generator, device=device
             )
-            exponent = round(math.log2(lanes**-0.5 / _E2M1_RMS)) + _BIAS_UE8M0
+            exponent = round(math.log2(inputs**-0.5 / _E2M1_RMS)) + _BIAS_UE8M0
             scale = torch.full((*shape[:-1], lanes // 32), exponent, dtype=torch.uint8, device=device)
             return Weight(data=data, format=WeightFormat.MXFP4, shape=shape, scale=scale)
         values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
         if parameter.format is WeightFormat.FP8_BLOCK:
             blocks = (*stack, -(-shape[-2] // 128), -(-lanes // 128))
-            scale = torch.full(blocks, 2.0 ** round(math.log2(lanes**-0.5)), device=device)
+            scale = torch.full(blocks, 2.0 ** round(math.log2(inputs**-0.5)), device=device)
             return Weight(data=values.to(torch.float8_e4m3fn), format=WeightFormat.FP8_BLOCK, shape=shape, scale=scale)
-        values = values / math.sqrt(lanes)
+        values = values / math.sqrt(inputs)
         if parameter.dtype is StoredDtype.F32:
             return Weight(data=values.float(), format=WeightFormat.FLOAT32, shape=shape)
         return Weight(data=values, format=WeightFormat.BFLOAT16, shape=shape)
