@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from halocline.hal.errors import ConfigError, lines
+
 __all__ = ["make_model"]
 
 
@@ -30,6 +32,9 @@ def make_model(
     on_device: Annotated[
         bool, typer.Option("--on-device", help="Draw and quantise on this machine's GPU: other numbers, much faster.")
     ] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Processes that write files side by side, on all devices; release dialect.")
+    ] = 1,
     force: Annotated[bool, typer.Option("--force", help="Write over what is in DIR.")] = False,
 ) -> None:
     """Write a complete checkpoint with random weights.
@@ -49,7 +54,16 @@ def make_model(
     from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
 
     device, start = _device() if on_device else "cpu", time.monotonic()
-    make_checkpoint(folder, config, seed=seed, num_shards=shards, dialect=dialect, force=force, device=device)
+    if workers > 1 and dialect != "release":
+        raise ConfigError(
+            lines("several workers write the release's dialect", asked=f"--dialect {dialect}", try_="--workers 1")
+        )
+    if workers > 1:
+        from halocline.models.deepseek_v4.make_together import make_together
+
+        make_together(folder, config, seed=seed, num_shards=shards, num_workers=workers, force=force, device=device)
+    else:
+        make_checkpoint(folder, config, seed=seed, num_shards=shards, dialect=dialect, force=force, device=device)
     checkpoint = Checkpoint.open(folder)
     formats = ", ".join(f"{count} {name}" for name, count in checkpoint.formats.items())
     typer.echo(

@@ -6,7 +6,7 @@ Tensors are taken from a mapping one parameter at a time, so a mapping that comp
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from halocline.hal.errors import CheckpointError, lines
 from halocline.hal.formats import WeightFormat
 from halocline.hal.weight_codecs import quantize_weight
 from halocline.models.checkpoint import INDEX_NAME
-from halocline.models.weight_plan import Parameter, Role, StoredDtype, WeightPlan
+from halocline.models.weight_plan import Parameter, Role, StoredDtype, WeightPlan, stored_tensors
 
-__all__ = ["encode_parameter", "prepare_folder", "write_json", "write_shards"]
+__all__ = ["encode_all", "encode_parameter", "prepare_folder", "shard_runs", "write_json", "write_run", "write_shards"]
 
 _TORCH_TYPES = {StoredDtype.F32: torch.float32, StoredDtype.BF16: torch.bfloat16, StoredDtype.I64: torch.int64}
 
@@ -87,6 +87,36 @@ def write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], *, total_b
         weight_map = {tensor: name for (_, held), name in zip(written, names, strict=True) for tensor in held}
         index = {"metadata": {"total_size": done}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / INDEX_NAME, index)
+
+
+def shard_runs(plan: WeightPlan, num_shards: int) -> list[tuple[Parameter, ...]]:
+    """The parameters of each of so many files of about equal size, in the plan's order; none is empty.
+
+    Unlike `write_shards` this needs no values, so that several processes can write a file each.
+    """
+    runs: list[list[Parameter]] = [[]]
+    done = 0
+    for parameter in plan.parameters:
+        if runs[-1] and done * num_shards >= plan.nbytes * len(runs):
+            runs.append([])
+        runs[-1].append(parameter)
+        done += sum(entry.nbytes for entry in stored_tensors(parameter))
+    return [tuple(run) for run in runs]
+
+
+def write_run(folder: Path, run: Sequence[Parameter], values: Mapping[str, Tensor], name: str) -> list[str]:
+    """Writes one of the files of `shard_runs`; returns the names of its tensors.
+
+    Args:
+        folder: Where to write.
+        run: Parameters of the file.
+        values: Float tensors by original name, taken one by one.
+        name: Of the file.
+    """
+    encoded = {key: one for p in run for key, one in encode_parameter(p, values[p.name]).items()}
+    save_file(encoded, folder / name, metadata={"format": "pt"})
+    (folder / name).chmod(0o644)
+    return list(encoded)
 
 
 def encode_parameter(parameter: Parameter, value: Tensor) -> dict[str, Tensor]:

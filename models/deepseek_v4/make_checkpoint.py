@@ -22,7 +22,7 @@ from halocline.models.deepseek_v4.weight_plan import plan_weights
 from halocline.models.deepseek_v4.weights import transformers_name
 from halocline.models.weight_plan import Parameter, Role, WeightPlan
 
-__all__ = ["RandomWeights", "make_checkpoint", "write_checkpoint"]
+__all__ = ["RandomWeights", "make_checkpoint", "write_checkpoint", "write_configuration"]
 
 Dialect = Literal["release", "transformers"]
 
@@ -100,8 +100,13 @@ def write_checkpoint(
     encoded = encode_all(plan, values)
     named = _rename_for_transformers(encoded, plan, config) if dialect == "transformers" else encoded
     write_shards(root, named, total_bytes=plan.nbytes, num_shards=num_shards)
-    write_json(root / "generation_config.json", _generation_config(config))
-    write_json(root / "config.json", config.to_dict(dialect=dialect))
+    write_configuration(root, config, dialect=dialect)
+
+
+def write_configuration(folder: Path, config: DeepseekV4Config, *, dialect: Dialect) -> None:
+    """Writes config.json and generation_config.json."""
+    write_json(folder / "generation_config.json", _generation_config(config))
+    write_json(folder / "config.json", config.to_dict(dialect=dialect))
 
 
 def _generation_config(config: DeepseekV4Config) -> dict[str, object]:
