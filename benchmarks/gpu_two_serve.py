@@ -30,7 +30,7 @@ __all__ = ["folder_of", "two_generate", "two_make", "two_serve"]
 
 _SHARDS, _WORKERS = 96, 12
 _SPARE = 8 << 30  # in a file system, beside the model
-_LEAST_FREE = 14 << 30  # of main memory, while several writers run
+_LEAST_FREE = 8 << 30  # of main memory, while several writers run
 _LOOK_SECONDS = 0.05
 _CONTEXT = 16384
 _TOKENS, _TINY_TOKENS = 32, 6

@@ -166,9 +166,11 @@ class RankWatch:
     # ---- on the threads -------------------------------------------------------------------------------------------
 
     def _watch_processes(self) -> None:
+        answered, silence = self._answered, 0.0
         while not self._leaving.wait(_BEAT_SECONDS):
             failure = self._look_at_processes()
-            silence = time.monotonic() - self._answered
+            # Looks are counted, not seconds: a compiler may hold all threads of a process for a minute.
+            answered, silence = self._answered, silence + _BEAT_SECONDS if answered == self._answered else 0.0
             if failure is None and silence > self._rank_timeout:
                 failure = Failure(rank=0, message=f"the store did not answer for {silence:.0f} s")
             if failure is None:
@@ -226,7 +228,7 @@ class RankWatch:
             beat = bytes(self._store.get(f"beat/{rank}"))
             if beat != other.beat or beat == _LEFT:
                 other.beat, other.seen = beat, now
-            elif now - other.seen > self._rank_timeout:
+            elif other.mark is None and now - other.seen > self._rank_timeout:  # else it is only busy
                 silence = f"gave no sign of life for {now - other.seen:.0f} s"
                 failure = Failure(rank=rank, message=f"rank {rank} (process {other.pid} on {other.host}) {silence}")
                 return self._announce(failure)

@@ -229,7 +229,7 @@ def test_a_call_fits_into_ten_minutes(call: int) -> None:
     alone = sum(one.seconds for one in own if one.alone)
     checks = max(one.seconds for one in own if not one.alone)
     assert alone + checks <= 580
-    assert alone <= 300
+    assert alone <= (300 if all(one.gpus == 1 for one in own) else 450)  # with two devices little is left to check
 
 
 def test_every_part_fits_onto_the_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,24 @@ def test_the_smallest_recording_that_holds_a_batch_is_used() -> None:
     assert [graphs.size_for(count) for count in (1, 2, 3, 4, 5, 8, 9)] == [2, 2, 4, 4, 8, 8, None]
     graphs.replay(4)
     assert runs[-1] == 4
+
+
+def test_recordings_that_were_let_go_are_not_used() -> None:
+    """They hold collectives, and a group's library waits for them before it ends."""
+    held: list[weakref.ref[RerunCapture]] = []
+
+    class Capture(RerunCapture):
+        def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+            recording = RerunCapture()
+            held.append(weakref.ref(recording))
+            return lambda: recording.capture(run) and None
+
+    graphs = DecodeGraphs((1, 2))
+    graphs.record(Capture(), lambda size: lambda: None)
+    assert all(one() is not None for one in held)
+    graphs.clear()
+    assert graphs.size_for(1) is None
+    assert [one() for one in held] == [None, None]
 
 
 @pytest.mark.parametrize("size", [32, 33, 64])

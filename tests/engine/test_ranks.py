@@ -217,6 +217,7 @@ def test_a_rank_keeps_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> 
     place = RankPlace(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234)
     found = child_environment(place, {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"})
     assert (found["OMP_NUM_THREADS"], found["GLOO_SOCKET_IFNAME"], found["NCCL_NVLS_ENABLE"]) == ("7", "lo", "0")
+    assert (found["NCCL_GRAPH_REGISTER"], found["NVSHMEM_DISABLE_NVLS"]) == ("0", "1"), "from its first line on"
     assert read_place(found) == place
 
 
