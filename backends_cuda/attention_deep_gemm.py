@@ -15,6 +15,7 @@ from halocline.hal.op import implements
 from halocline.hal.ops.attention import AttentionPlan, output
 from halocline.hal.ops.gemm import PreparedWeight, prepare_linear
 from halocline.hal.ops.rope import RopeTable
+from halocline.hal.step_sizes import row_runs
 from halocline.kernels_portable.inverse_rope import rotate_back_and_quantize
 from halocline.kernels_portable.linear_layer import project_outputs
 from halocline.kernels_portable.target import target_of
@@ -51,11 +52,20 @@ def output_deep_gemm(
             target=target_of(out_THD.device),
             batch_invariant=False,
         )
-    out_TGR = torch.empty((num_tokens, num_groups, rows), dtype=torch.bfloat16, device=out_THD.device)
-    codes, scales = rotate_back_and_quantize(
-        out_THD, plan.batch.positions_T, rope.cos_sin_PR, fp8_dialect="ocp", scale_order=SCALE_ORDER
+    runs = row_runs(num_tokens)
+    out_TGR = torch.empty(
+        (sum(run.padded for run in runs), num_groups, rows), dtype=torch.bfloat16, device=out_THD.device
     )
-    x = codes.view(num_tokens, num_groups, lanes), scales.unflatten(1, (num_groups, lanes // 128))
     w = wo_a.data.view(num_groups, rows, lanes), wo_a.scale.view(num_groups, rows // 128, lanes // 128)
-    deep_gemm().fp8_einsum("bhr,hdr->bhd", x, w, out_TGR, recipe=(1, 128, 128))
-    return out_TGR.flatten(1).to(out_THD.dtype)
+    for start, count, padded in runs:
+        codes, scales = rotate_back_and_quantize(
+            out_THD[start : start + count],
+            plan.batch.positions_T[start : start + count],
+            rope.cos_sin_PR,
+            fp8_dialect="ocp",
+            scale_order=SCALE_ORDER,
+            padded_rows=padded,
+        )
+        x = codes.view(padded, num_groups, lanes), scales.unflatten(1, (num_groups, lanes // 128))
+        deep_gemm().fp8_einsum("bhr,hdr->bhd", x, w, out_TGR[start : start + padded], recipe=(1, 128, 128))
+    return out_TGR[:num_tokens].flatten(1).to(out_THD.dtype)

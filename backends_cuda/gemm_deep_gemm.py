@@ -14,6 +14,7 @@ from halocline.hal.formats import Weight
 from halocline.hal.op import implements
 from halocline.hal.ops.gemm import PreparedWeight, linear, prepare_linear
 from halocline.hal.runtime import import_provider
+from halocline.hal.step_sizes import row_runs
 from halocline.kernels_portable import thin_fp8_gemm
 from halocline.kernels_portable.quantize_activation import ScaleOrder, quantize_activation
 from halocline.kernels_portable.thin_gemm import MOST_ROWS, thin_gemm
@@ -39,7 +40,8 @@ def prepare_linear_deep_gemm(weight: Weight, *, activation: Literal["none", "fp8
 def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """See the contract. DeepGEMM gives bfloat16; other results of FP8 weights come from the portable kernel.
 
-    So does a single row, whose product is bound by loads that a tile of 16 rows leaves too little room for.
+    So does a single row, whose product is bound by loads that a tile of 16 rows leaves too little room for. The library
+    sees few numbers of rows, as it compiles each apart.
     """
     assert isinstance(weight, TritonWeight)
     if x_TK.shape[-1] != weight.shape[-1]:
@@ -49,11 +51,15 @@ def linear_deep_gemm(x_TK: Tensor, weight: PreparedWeight, *, out_dtype: torch.d
         return _plain(x_TK, weight.data, out_dtype)
     if out_dtype != torch.bfloat16 or not weight.rounds_input or x_TK.shape[0] <= thin_fp8_gemm.MOST_ROWS:
         return linear_triton(x_TK, weight, out_dtype=out_dtype)
-    out_TN = torch.empty((x_TK.shape[0], weight.shape[0]), dtype=out_dtype, device=x_TK.device)
-    if x_TK.shape[0]:
-        rows = quantize_activation(x_TK, fp8_dialect="ocp", scale_order=SCALE_ORDER)
-        deep_gemm().fp8_gemm_nt(rows, (weight.data, weight.scale), out_TN, disable_ue8m0_cast=True)
-    return out_TN
+    runs = row_runs(x_TK.shape[0])
+    out_TN = torch.empty((sum(run.padded for run in runs), weight.shape[0]), dtype=out_dtype, device=x_TK.device)
+    for start, count, padded in runs:
+        rows = quantize_activation(
+            x_TK[start : start + count], fp8_dialect="ocp", scale_order=SCALE_ORDER, padded_rows=padded
+        )
+        out = out_TN[start : start + padded]
+        deep_gemm().fp8_gemm_nt(rows, (weight.data, weight.scale), out, disable_ue8m0_cast=True)
+    return out_TN[: x_TK.shape[0]]
 
 
 def _plain(x_TK: Tensor, matrix_NK: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,7 @@ __all__ = ["logits_deep_gemm"]
 _OWNER = "deep_gemm"
 _PAGE_ROWS = 64  # the only page of keys that the kernel reads on sm_90
 _FEW_TOKENS = 64  # up to here, gathering keys costs more than it saves
+_SCHEDULED = 32  # tokens; the library has one kernel of schedules for up to as many
 
 
 @implements(logits)
@@ -72,8 +73,7 @@ def _paged(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, first_tok
         requests_T = plan.batch.token_requests_T[first_token:stop].clamp_min(0)
         columns = -(-num_entries // _PAGE_ROWS)
         table_TP = plan.batch.token_pages_RP[:, :columns].index_select(0, requests_T).clamp_min_(0)
-        schedule = library.get_paged_mqa_logits_metadata(lengths_T1, _PAGE_ROWS, library.get_num_sms())
-        return lengths_T1, table_TP, schedule
+        return lengths_T1, table_TP, _schedule(lengths_T1)
 
     key = (first_token, num_tokens, num_entries)
     lengths_T1, table_TP, schedule = once_per_step(plan, _OWNER, key, read_plan)
@@ -89,6 +89,22 @@ def _paged(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, first_tok
         clean_logits=False,
     )
     return _tensor(logits_TS)
+
+
+def _schedule(lengths_T1: Tensor) -> Tensor:
+    """The library's division of work, by a kernel that it compiles for each multiple of 32 tokens.
+
+    So that these are few, it is asked about a power of two of them; those behind the last one see no key, and the
+    schedule ends where they begin.
+    """
+    library, num_tokens = deep_gemm(), lengths_T1.shape[0]
+    wanted = 1 << (num_tokens - 1).bit_length()
+    if num_tokens <= _SCHEDULED or wanted == num_tokens:
+        return _tensor(library.get_paged_mqa_logits_metadata(lengths_T1, _PAGE_ROWS, library.get_num_sms()))
+    padded_T1 = torch.nn.functional.pad(lengths_T1, (0, 0, 0, wanted - num_tokens))
+    schedule_P2 = _tensor(library.get_paged_mqa_logits_metadata(padded_T1, _PAGE_ROWS, library.get_num_sms()))
+    schedule_P2[:, 0].clamp_(max=num_tokens)
+    return schedule_P2
 
 
 def _gathered(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, first_token: int, num_entries: int) -> Tensor:

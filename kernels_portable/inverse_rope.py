@@ -18,7 +18,7 @@ __all__ = ["rotate_back", "rotate_back_and_quantize"]
 _HEADS = 4  # heads of a program
 
 
-@triton.jit(do_not_specialize=["scale_stride"])
+@triton.jit(do_not_specialize=["scale_stride"], do_not_specialize_on_alignment=["positions_ptr"])
 def _rotate_back_kernel(
     x_ptr, positions_ptr, table_ptr, out_ptr, scales_ptr, x_stride, scale_stride, num_heads, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, ROUNDING: tl.constexpr, FNUZ: tl.constexpr, ROWS_FIRST: tl.constexpr, HEADS: tl.constexpr,
@@ -99,15 +99,16 @@ def rotate_back_and_quantize(
     *,
     fp8_dialect: Literal["ocp", "fnuz"],
     scale_order: ScaleOrder = "rows",
+    padded_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotates back, rounds to the type of `x_THD`, then to E4M3 in groups of 128 lanes.
 
-    Scales lie in memory as `quantize_activation` says.
+    Scales lie in memory as `quantize_activation` says, which also says what padded rows are.
 
     Returns:
         float8 codes (tokens, heads * lanes) and float32 scales (tokens, heads * lanes / 128).
     """
-    num_tokens, num_heads, width = x_THD.shape
+    num_tokens, num_heads, width = padded_rows or x_THD.shape[0], *x_THD.shape[1:]
     kind = torch.float8_e4m3fnuz if fp8_dialect == "fnuz" else torch.float8_e4m3fn
     codes = torch.empty((num_tokens, num_heads * width), dtype=kind, device=x_THD.device)
     scales = empty_scales(num_tokens, num_heads * width // GROUP, scale_order, x_THD.device)

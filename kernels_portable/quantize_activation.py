@@ -83,7 +83,11 @@ def _launch(x: Tensor, out: Tensor, scales: Tensor, *, codes: bool, fnuz: bool, 
 
 
 def quantize_activation(
-    x_TK: Tensor, *, fp8_dialect: Literal["ocp", "fnuz"], scale_order: ScaleOrder = "rows"
+    x_TK: Tensor,
+    *,
+    fp8_dialect: Literal["ocp", "fnuz"],
+    scale_order: ScaleOrder = "rows",
+    padded_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rounds rows to E4M3.
 
@@ -92,14 +96,16 @@ def quantize_activation(
         fp8_dialect: Of the codes. Both dialects stand for the same numbers.
         scale_order: What lies side by side in memory: the scales of a row, or those of a group, of all rows, which are
             padded to whole steps of 16 bytes.
+        padded_rows: Rows of the results where there shall be more; those behind the given ones are undefined.
 
     Returns:
         float8 codes (rows, lanes) and float32 scales (rows, groups).
     """
     fnuz = fp8_dialect == "fnuz"
     kind = torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
-    codes = torch.empty(x_TK.shape, dtype=kind, device=x_TK.device)
-    scales = empty_scales(x_TK.shape[0], triton.cdiv(x_TK.shape[1], GROUP), scale_order, x_TK.device)
+    num_rows, width = padded_rows or x_TK.shape[0], x_TK.shape[1]
+    codes = torch.empty((num_rows, width), dtype=kind, device=x_TK.device)
+    scales = empty_scales(num_rows, triton.cdiv(width, GROUP), scale_order, x_TK.device)
     _launch(x_TK, codes.view(torch.uint8), scales, codes=True, fnuz=fnuz, order=scale_order)
     return codes, scales
 

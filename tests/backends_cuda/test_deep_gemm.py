@@ -38,22 +38,33 @@ def is_taken_as_it_is(scales: Tensor) -> bool:
 
 
 class Library:
-    """DeepGEMM's calls as documented; `paged` and `gathered` count how logits were asked for."""
+    """DeepGEMM's calls as documented; `paged` and `gathered` count how logits were asked for.
+
+    Attributes:
+        rows: Numbers of rows of products, by which the library compiles.
+        scheduled: Numbers of tokens of schedules, by whose multiple of 32 it compiles.
+    """
 
     def __init__(self) -> None:
         self.paged = self.gathered = self.schedules = 0
         self.splits: list[int] = []
+        self.rows: list[int] = []
+        self.scheduled: list[int] = []
 
     def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, *, disable_ue8m0_cast: bool) -> None:
         assert disable_ue8m0_cast, "sm_90 reads float32 scales"
         assert d.dtype == torch.bfloat16
         assert all(t.dtype == torch.float8_e4m3fn for t in (a[0], b[0]))
         assert is_taken_as_it_is(a[1])
+        assert len(a[0]) == len(a[1]) == len(d)
+        self.rows.append(len(d))
         d.copy_(values(*a, (1, 128)) @ values(*b, (128, 128)).T)
 
     def fp8_einsum(self, text: str, a: Any, b: Any, d: Tensor, *, recipe: tuple[int, int, int]) -> None:
         assert (text, recipe) == ("bhr,hdr->bhd", (1, 128, 128))
         assert is_taken_as_it_is(a[1].permute(1, 0, 2))
+        assert len(a[0]) == len(a[1]) == len(d)
+        self.rows.append(len(d))
         d.copy_(torch.einsum(text, values(*a, (1, 128)), values(*b, (128, 128))))
 
     def get_num_sms(self) -> int:
@@ -63,13 +74,14 @@ class Library:
         assert (lengths.dim(), lengths.dtype, page_rows, num_sms) == (2, torch.int32, 64, 132)
         assert bool((lengths > 0).any()), "work for nobody sends each program to a token behind the last"
         self.schedules += 1
-        return lengths.clone()
+        self.scheduled.append(len(lengths))
+        return _divided(lengths)
 
     def fp8_paged_mqa_logits(
         self, q: Tensor, pages: Tensor, weights: Tensor, lengths: Tensor, table: Tensor, schedule: Tensor, most: int,
         *, clean_logits: bool,
     ) -> Tensor:  # fmt: skip
-        assert torch.equal(schedule, lengths), "a schedule is bound to the lengths that it was made for"
+        assert torch.equal(schedule, _divided(lengths)), "a schedule is bound to the lengths that it was made for"
         assert pages.shape[1:] == (64, 1, 132)
         assert not clean_logits
         assert bool((lengths.flatten() <= 64 * table.shape[1]).all()), "reads behind a row of the table"
@@ -105,14 +117,29 @@ class Library:
             squares[part] = x[:, lanes].float().square().sum(1)
 
 
+def _divided(lengths: Tensor) -> Tensor:
+    """First token of each processor and its first part of 256 keys, then the end: behind the last token."""
+    parts = -(-lengths.flatten() // 256)
+    owners = torch.repeat_interleave(torch.arange(len(parts)), parts)
+    within = torch.cat([torch.arange(int(count)) for count in parts])
+    first = torch.arange(132) * len(owners) // 132
+    starts = torch.stack((owners[first], within[first]), dim=1)
+    return torch.cat((starts, torch.tensor([[len(parts), 0]]))).int()
+
+
 def _scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     return (torch.relu(q.float() @ keys.T) * weights[:, None]).sum(0)
 
 
-def quantized(x: Tensor, *, fp8_dialect: str, scale_order: Any) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, *, fp8_dialect: str, scale_order: Any, padded_rows: int) -> tuple[Tensor, Tensor]:
+    """Rows behind the real ones are NaN."""
     codes, scale = quantize_fp8_groups(x.float(), 128)
-    scales = empty_scales(*scale.shape, scale_order, torch.device("cpu"))
-    return codes.view(torch.float8_e4m3fn), scales.copy_(decode_ue8m0(scale))
+    scales = empty_scales(padded_rows, scale.shape[1], scale_order, torch.device("cpu")).fill_(torch.nan)
+    scales[: len(x)] = decode_ue8m0(scale)
+    codes = torch.cat(
+        (codes.view(torch.uint8), torch.full((padded_rows - len(x), x.shape[1]), 0x7F, dtype=torch.uint8))
+    )
+    return codes.view(torch.float8_e4m3fn), scales
 
 
 @pytest.fixture
@@ -128,14 +155,18 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("n", "k"), [(256, 384), (192, 320)])
-def test_fp8_linear(library: Library, n: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "seen"), [(5, 256, 384, [16]), (33, 192, 320, [64]), (300, 128, 128, [256, 64])]
+)
+def test_fp8_linear(library: Library, rows: int, n: int, k: int, seen: list[int]) -> None:
     weight = quantize_weight(normal(n, k), WeightFormat.FP8_BLOCK)
-    x = normal(5, k, seed=1).bfloat16()
+    x = normal(rows, k, seed=1).bfloat16()
     ours = gemm_deep_gemm.prepare_linear_deep_gemm(weight, activation="fp8_group128")
     theirs = prepare_linear_reference(weight, activation="fp8_group128")
     found, expected = gemm_deep_gemm.linear_deep_gemm(x, ours), linear_reference(x, theirs)
+    assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=2e-2)
+    assert library.rows == seen
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
@@ -151,24 +182,29 @@ def test_plain_linear(library: Library, kind: torch.dtype, out: torch.dtype | No
     torch.testing.assert_close(found, expected, atol=3e-2, rtol=2e-2)
 
 
-def test_output(library: Library, make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    step = make_step([1, 300], [1, 2])
+@pytest.mark.parametrize(("counts", "seen"), [([1, 2], [16]), ([1, 269], [256, 16])])
+def test_output(
+    library: Library, make_step: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, counts: list[int], seen: list[int]
+) -> None:
+    step = make_step([1, 300], counts)
     rope = RopeTable(cos_sin_PR=normal(2048, 64))
     weight = quantize_weight(normal(2 * 128, 2 * 512), WeightFormat.FP8_BLOCK)
 
     def rotate(
-        x: Tensor, positions: Tensor, table: Tensor, *, fp8_dialect: str, scale_order: Any
+        x: Tensor, positions: Tensor, table: Tensor, *, fp8_dialect: str, scale_order: Any, padded_rows: int
     ) -> tuple[Tensor, Tensor]:
         turned = rotate_tail(x.float(), RopeTable(cos_sin_PR=table), positions, inverse=True).to(x.dtype)
-        return quantized(turned.flatten(1), fp8_dialect=fp8_dialect, scale_order=scale_order)
+        return quantized(turned.flatten(1), fp8_dialect=fp8_dialect, scale_order=scale_order, padded_rows=padded_rows)
 
     monkeypatch.setattr(attention_deep_gemm, "rotate_back_and_quantize", rotate)
-    x = normal(3, 4, 512, seed=2).bfloat16()
+    x = normal(sum(counts), 4, 512, seed=2).bfloat16()
     ours = attention_deep_gemm.prepare_output_deep_gemm(weight, activation="none")
     found = attention_deep_gemm.output_deep_gemm(step.plan, x, rope, ours, num_groups=2)
     theirs = prepare_linear_reference(weight, activation="none")
     expected = output_reference(step.plan, x, rope, theirs, num_groups=2)
+    assert found.shape == expected.shape
     assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 4e-2
+    assert library.rows == seen
 
 
 def index_query(step: Any, start: int, stop: int, num_heads: int = 32) -> tuple[IndexQuery, IndexQuery]:
@@ -214,6 +250,18 @@ def test_layers_share_table_and_schedule(library: Library, make_step: Callable[.
     for _ in range(3):
         indexer_deep_gemm.logits_deep_gemm(step.plan, query, step.keys, first_token=0)
     assert library.schedules == 1
+
+
+@pytest.mark.parametrize(("tokens", "scheduled"), [(1, 1), (31, 31), (33, 64), (64, 64), (65, 128)])
+def test_schedules_are_for_few_numbers_of_tokens(
+    library: Library, make_step: Callable[..., Any], tokens: int, scheduled: int
+) -> None:
+    step = make_step([300] * tokens, [1] * tokens, num_decode=tokens)
+    query, plain = index_query(step, 0, tokens)
+    found = indexer_deep_gemm.logits_deep_gemm(step.plan, query, step.keys, first_token=0)
+    expected = logits_reference(step.plan, plain, step.keys, first_token=0)
+    torch.testing.assert_close(found[:, :75], expected[:, :75], atol=1e-3, rtol=1e-3)
+    assert library.scheduled == [scheduled]
 
 
 @pytest.mark.parametrize("seen", [[], [0], [0, 31]])
