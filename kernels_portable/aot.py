@@ -89,7 +89,8 @@ def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tu
         value = launch.arguments[parameter.name]
         if isinstance(value, Tensor):
             signature[parameter.name] = _POINTERS[value.dtype]
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            if not parameter.do_not_specialize_on_alignment:
+                attributes[(place,)] = [["tt.divisibility", 16]]
         elif parameter.do_not_specialize and isinstance(value, int):
             signature[parameter.name] = "i32"
         elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):

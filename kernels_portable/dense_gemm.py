@@ -16,7 +16,7 @@ from halocline.kernels_portable.gemm_tiles import GemmTiles
 __all__ = ["dense_gemm"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _dense_gemm_kernel(
     x_ptr, weight_ptr, out_ptr, num_rows, x_stride, GROUPS: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,

@@ -19,7 +19,7 @@ from halocline.kernels_portable.gemm_tiles import GemmTiles
 __all__ = ["fp8_gemm"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _fp8_gemm_kernel(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, out_ptr, num_rows, x_stride, GROUPS: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

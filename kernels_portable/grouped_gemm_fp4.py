@@ -37,7 +37,7 @@ def _fp4_tile(
     return tl.reshape(exact_bfloat16(halves.to(tl.float32) * steps[:, :, None]), (COLUMNS, LANES))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _grouped_gemm_fp4_kernel(
     x_ptr, weight_ptr, scale_ptr, global_scale_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks, x_stride,
     PAIRS_OF_A_ROW: tl.constexpr, K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,

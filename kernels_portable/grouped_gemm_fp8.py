@@ -16,7 +16,7 @@ from halocline.kernels_portable.gemm_tiles import GemmTiles
 __all__ = ["grouped_gemm_fp8"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _grouped_gemm_fp8_kernel(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks, x_stride,
     PAIRS_OF_A_ROW: tl.constexpr, K: tl.constexpr, N: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr,

@@ -13,7 +13,7 @@ from halocline.kernels_portable.gemm_tiles import GemmTiles
 __all__ = ["grouped_gemm_plain"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _grouped_gemm_plain_kernel(
     x_ptr, weight_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks, x_stride, PAIRS_OF_A_ROW: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,

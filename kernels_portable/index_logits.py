@@ -19,6 +19,9 @@ from halocline.kernels_portable.target import Target
 __all__ = ["LogitTiles", "index_logits", "logit_tiles"]
 
 
+_COLUMNS = 64  # of which rows are a multiple, so that what loads several at once is one kernel for all lengths
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogitTiles:
     """Tile sizes: keys of a step, steps of a program, warps and depth of the pipeline."""
@@ -36,7 +39,7 @@ def logit_tiles(target: Target, dtype: torch.dtype) -> LogitTiles:
     return LogitTiles(keys=64, steps=2, num_warps=4, num_stages=2 if target.has_large_tiles else 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["visible_ptr", "requests_ptr"])
 def _index_logits_kernel(
     q_ptr, weights_ptr, visible_ptr, requests_ptr, token_pages_ptr, token_pages_stride, pages_ptr, out_ptr, out_stride,
     num_heads, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr,
@@ -104,12 +107,14 @@ def index_logits(
         tiles: From `logit_tiles`.
 
     Returns:
-        (tokens, num_entries) float32; undefined at and behind a token's visible count.
+        (tokens, num_entries) float32; undefined at and behind a token's visible count. Rows begin at multiples of 64
+        entries.
     """
     num_tokens, num_heads, width = q_THI.shape
     if q_THI.element_size() == 1 and layout.format.value != "fp8_row":
         raise ValueError(f"E4M3 index queries against {layout.format.value} keys: fp8_row keys are needed")
-    out = torch.empty((num_tokens, num_entries), dtype=torch.float32, device=q_THI.device)
+    columns = triton.cdiv(num_entries, _COLUMNS) * _COLUMNS
+    out = torch.empty((num_tokens, columns), dtype=torch.float32, device=q_THI.device)[:, :num_entries]
     if num_tokens and num_entries:
         _index_logits_kernel[(num_tokens, triton.cdiv(num_entries, tiles.keys * tiles.steps))](
             q_THI, weights_TH, visible_T, requests_T, token_pages_RP, token_pages_RP.stride(0), pages, out,

@@ -26,7 +26,7 @@ _HEADS = 32  # heads of one program
 _RESULTS = {"ocp": torch.float8_e4m3fn, "fnuz": torch.float8_e4m3fnuz}
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _index_query_kernel(
     q_ptr, weights_ptr, positions_ptr, table_ptr, out_ptr, weights_out_ptr, q_stride, weights_stride, num_heads, factor,
     ROUNDING: tl.constexpr, FNUZ: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,

@@ -21,6 +21,7 @@ __all__ = ["select_entries"]
 
 _MOST_ENTRIES = 8192  # of a row that one program looks through
 _CHUNK = 4096  # entries of a chunk, at least
+_BLOCK = 2048  # scores of a step: one size, because each is another kernel
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def _num_candidates(num_entries, LEVELS: tl.constexpr, KEPT: tl.constexpr, CHUNK
     return num_entries
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["entries_ptr", "visible_ptr", "requests_ptr"])
 def _shortlist_kernel(
     scores_ptr, scores_stride, entries_ptr, visible_ptr, requests_ptr, out_scores_ptr, out_entries_ptr, out_stride,
     LEVEL: tl.constexpr, KEPT: tl.constexpr, CHUNK: tl.constexpr,
@@ -77,7 +78,7 @@ def _entries_at(entries_ptr, places, mask, LEVELS: tl.constexpr):
     return tl.load(entries_ptr + places, mask=mask, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["entries_ptr", "visible_ptr", "requests_ptr"])
 def _select_entries_kernel(
     logits_ptr, logits_stride, entries_ptr, visible_ptr, requests_ptr, token_pages_ptr, token_pages_stride, slots_ptr,
     lengths_ptr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, PAGE_ROWS: tl.constexpr,
@@ -173,10 +174,9 @@ def select_entries(
             scores_TC, entries_TC, visible_T, requests_T, level=levels, num_kept=num_kept, chunk=chunk
         )
         levels += 1
-    block = min(2048, max(256, triton.next_power_of_2(scores_TC.shape[1])))
     _select_entries_kernel[(num_tokens,)](
         scores_TC, scores_TC.stride(0), entries_TC, visible_T, requests_T, token_pages_RP, token_pages_RP.stride(0),
-        slots, lengths, LEVELS=levels, CHUNK=chunk, KEPT=num_kept, PAGE_ROWS=page_rows, BLOCK=block,
-        KEPT_BLOCK=triton.next_power_of_2(num_kept), num_warps=8 if block > 1024 else 4,
+        slots, lengths, LEVELS=levels, CHUNK=chunk, KEPT=num_kept, PAGE_ROWS=page_rows, BLOCK=_BLOCK,
+        KEPT_BLOCK=triton.next_power_of_2(num_kept), num_warps=8,
     )  # fmt: skip
     return slots, lengths

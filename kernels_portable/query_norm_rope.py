@@ -14,7 +14,7 @@ __all__ = ["query_norm_rope"]
 _HEADS = 4  # heads of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr"])
 def _query_norm_rope_kernel(
     q_ptr, positions_ptr, table_ptr, out_ptr, q_stride, num_heads, eps, WIDTH: tl.constexpr, ROPE: tl.constexpr,
     HEADS: tl.constexpr, LANES: tl.constexpr,

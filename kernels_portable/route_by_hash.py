@@ -14,7 +14,7 @@ __all__ = ["route_by_hash"]
 _TOKENS = 16  # tokens of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["token_ids_ptr"])
 def _route_by_hash_kernel(
     logits_ptr, token_ids_ptr, table_ptr, ids_ptr, weights_ptr, num_tokens, logits_stride, factor, CHOSEN: tl.constexpr,
     TOKENS: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,

@@ -14,7 +14,7 @@ __all__ = ["route_by_score"]
 _TOKENS = 1  # tokens of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_by_score_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, logits_stride, factor, EXPERTS: tl.constexpr,
     CHOSEN: tl.constexpr, TOKENS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, CHOSEN_BLOCK: tl.constexpr,

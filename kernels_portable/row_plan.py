@@ -22,7 +22,7 @@ def _slots(units, valid, pages_ptr, row, UNIT: tl.constexpr):
     return tl.where(page >= 0, page * UNIT + units % UNIT, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "requests_ptr"])
 def _plan_window_kernel(
     positions_ptr, requests_ptr, pages_ptr, pages_stride, slots_ptr, slots_stride, lengths_ptr, own_ptr,
     WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr, UNIT: tl.constexpr,
@@ -41,7 +41,7 @@ def _plan_window_kernel(
     tl.store(own_ptr + token, own.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["positions_ptr", "requests_ptr"])
 def _plan_blocks_kernel(
     positions_ptr, requests_ptr, pages_ptr, pages_stride, slots_ptr, slots_stride, visible_ptr, num_entries,
     RATIO: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,

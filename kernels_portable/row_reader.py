@@ -14,7 +14,7 @@ __all__ = ["read_rows"]
 _ROWS = 4  # rows of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def _read_rows_kernel(
     pages_ptr, slots_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, ROPE: tl.constexpr, FORMAT: tl.constexpr,
     PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,

@@ -13,7 +13,7 @@ __all__ = ["write_rows"]
 _ROWS = 8  # rows of one program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots_ptr"])
 def _write_rows_kernel(
     rows_ptr, slots_ptr, pages_ptr, num_rows, rows_stride, WIDTH: tl.constexpr, ROPE: tl.constexpr,
     FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr, ROWS: tl.constexpr,

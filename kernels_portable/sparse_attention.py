@@ -115,7 +115,7 @@ def _attend(
     return weighted, total, largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["window_lengths_ptr", "lengths_ptr"])
 def _sparse_attention_kernel(  # size: one program text for both caches and both endings
     q_ptr, q_stride, window_pages_ptr, window_slots_ptr, window_slots_stride, window_lengths_ptr, pages_ptr, slots_ptr,
     slots_stride, lengths_ptr, sink_ptr, out_ptr, lse_ptr, num_heads, scale, WINDOW_ENTRIES: tl.constexpr,

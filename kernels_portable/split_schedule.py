@@ -68,7 +68,7 @@ def _store_parts(out, stored, first, last, first_block, last_block, number, is_f
     tl.store(out + 7, number * 0, mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["lengths_ptr", "other_ptr"])
 def _split_schedule_kernel(
     lengths_ptr, other_ptr, parts_ptr, divisions_ptr, num_tokens, HAS_OTHER: tl.constexpr, PARTS: tl.constexpr,
     PART_BLOCK: tl.constexpr, ROWS: tl.constexpr, TOKEN_COST: tl.constexpr, STEP: tl.constexpr,

@@ -14,7 +14,7 @@ __all__ = ["collapse_streams"]
 _LANES = 512  # hidden lanes of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _collapse_streams_kernel(
     streams_ptr, logits_ptr, squares_ptr, base_ptr, scale_ptr, x_ptr, num_tokens, norm_eps, hc_eps,
     SPLITS: tl.constexpr, N: tl.constexpr, HIDDEN: tl.constexpr, LANES: tl.constexpr,

@@ -68,7 +68,7 @@ def mixing_logits(
     return tl.sum(parts, axis=0) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mix_streams_kernel(
     streams_ptr, fn_ptr, logits_ptr, squares_ptr, num_tokens, SHARE: tl.constexpr, ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,

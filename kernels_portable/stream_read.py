@@ -27,7 +27,7 @@ def _sinkhorn(comb, eps, ROUNDS: tl.constexpr):
     return comb
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _read_streams_kernel(
     streams_ptr, logits_ptr, squares_ptr, base_ptr, scale_ptr, x_ptr, post_ptr, comb_ptr, num_tokens, norm_eps, hc_eps,
     ROUNDS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,

@@ -12,7 +12,7 @@ from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 __all__ = ["insert_window"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _insert_window_kernel(
     kv_ptr, weight_ptr, positions_ptr, slots_ptr, table_ptr, pages_ptr, kv_stride, eps, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, FORMAT: tl.constexpr, PAGE_ROWS: tl.constexpr, PAGE_STRIDE: tl.constexpr, FNUZ: tl.constexpr,
