@@ -68,7 +68,8 @@ PACKAGES = (
         name="tilelang",
         version="0.1.15",
         # Python files stay, those of other devices too: importing the package reads all of them.
-        without=(".cc", "src/ascend", "src/metal", "tvm/src", "tvm/include", "cutlass/tools"),
+        # Its kernels are C++ on the host, so that the headers are needed to keep what was compiled.
+        without=(".cc", "src/ascend", "src/metal", "tvm/src", "cutlass/tools"),
         sets=("tilelang",),
     ),
     Package(
