@@ -21,6 +21,13 @@ def hadamard_signs(WIDTH: tl.constexpr):
 
 @triton.jit
 def transform_row(x, WIDTH: tl.constexpr):
-    """The transform of one float32 row (1, WIDTH), summed in float32."""
-    transformed = tl.sum(hadamard_signs(WIDTH) * x, axis=1) * (WIDTH**-0.5)
-    return tl.reshape(transformed, (1, WIDTH))
+    """The transform of one float32 row (1, WIDTH), by sums and differences of lanes whose numbers differ in one bit.
+
+    A product with the signs would leave every lane's result in many threads, and what follows would be done in each.
+    """
+    lanes = tl.arange(0, WIDTH)[None, :]
+    for bit in tl.static_range(16):
+        if (1 << bit) < WIDTH:
+            partner = tl.gather(x, lanes ^ (1 << bit), axis=1)
+            x = partner + tl.where((lanes & (1 << bit)) == 0, x, -x)
+    return x * (WIDTH**-0.5)

@@ -196,7 +196,10 @@ def test_caches_and_streams(make_step: Callable[..., Any]) -> None:
     state = allocate_state_torch(1, 512, ratio=128, extra_rows=0, device="cpu")
     projected, bias = normal(1, 1024), normal(128, 512)
     arguments = (*projected.chunk(2, dim=-1), bias, gain, rope, state, step.compressed)
-    assert started(lambda: insert_triton(step.plan, *arguments, eps=1e-6)) == ["insert_entries"]
+    insert = partial(insert_triton, step.plan, *arguments, eps=1e-6)
+    assert started(insert) == ["insert_entries", "zeros"]  # zeros for the arrivals of the step
+    assert started(insert) == ["insert_entries"]
+    assert [launch.grid for launch in recorded_launches(insert)] == [(1, 16)]
     streams, matrix = normal(128, 4, 512).bfloat16(), normal(24, 4 * 512)
     read = partial(
         read_flashinfer, streams, matrix, normal(24), normal(3), norm_eps=1e-6, hc_eps=1e-6, sinkhorn_iterations=20

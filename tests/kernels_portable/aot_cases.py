@@ -5,7 +5,6 @@ A case is a call of a launcher on tensors without memory; what it would launch i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from halocline.hal.formats import CacheLayout, RowFormat, cache_layout
-from halocline.kernels_portable.compressor_insert import StepRequests, insert_entries
+from halocline.kernels_portable.compressor_insert import MOST_ARRIVALS, StepRequests, insert_entries
 from halocline.kernels_portable.expert_layer import ExpertMatrices, run_experts
 from halocline.kernels_portable.expert_order import order_pairs
 from halocline.kernels_portable.expert_sum import sum_experts
@@ -208,15 +207,16 @@ def _compressor(arch: Arch, kind: str, row_format: RowFormat, ratio: int) -> Non
     )
     lanes = width * (2 if ratio == 4 else 1)
     ring = 8 if ratio == 4 else 128
-    step = StepRequests(
-        positions_T=ints(8), requests_T=ints(8), query_starts_R1=ints(9), seqlens_R=ints(8), state_slots_R=ints(8),
-        token_pages_RP=ints(8, 64), most_tokens=1,
-    )  # fmt: skip
-    for most_tokens in (1, 8):
+    for tokens, most_tokens in ((8, 1), (8, 8), (64, 1), (4096, 4096)):
+        step = StepRequests(
+            positions_T=ints(tokens), requests_T=ints(tokens), query_starts_R1=ints(9), seqlens_R=ints(8),
+            state_slots_R=ints(8), token_pages_RP=ints(8, 64), most_tokens=most_tokens,
+            arrivals_T=ints(MOST_ARRIVALS) if arch.target.wave_size == 32 else None,
+        )  # fmt: skip
+        projected = empty(tokens, 2 * lanes, dtype=F32)
         insert_entries(
-            dataclasses.replace(step, most_tokens=most_tokens), empty(8, lanes, dtype=F32), empty(8, lanes, dtype=F32),
-            empty(ratio, lanes, dtype=F32), empty(width), TABLE, empty(8, ring, 2, lanes, dtype=F32), pages, layout,
-            ratio=ratio, transform=kind != "latent", eps=EPS,
+            step, *projected.chunk(2, dim=1), empty(ratio, lanes, dtype=F32), empty(width), TABLE,
+            empty(8, ring, 2, lanes, dtype=F32), pages, layout, ratio=ratio, transform=kind != "latent", eps=EPS,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 from torch import Tensor
 
 from halocline.hal.formats import CacheLayout, RowFormat, cache_layout
-from halocline.kernels_portable.compressor_insert import StepRequests, insert_entries, most_tokens_of_a_request
+from halocline.kernels_portable.compressor_insert import (
+    MOST_ARRIVALS,
+    StepRequests,
+    insert_entries,
+    most_tokens_of_a_request,
+)
 from halocline.kernels_portable.row_reader import read_rows
 from halocline.kernels_portable.row_writer import write_rows
 
@@ -44,7 +50,9 @@ def _entries(  # one request's whole sequence, in float64
 class _Feeder:
     """Requests with pages and state of their own, fed piece by piece."""
 
-    def __init__(self, layout: CacheLayout, ratio: int, lengths: list[int], extra: int, seed: int) -> None:
+    def __init__(
+        self, layout: CacheLayout, ratio: int, lengths: list[int], extra: int, seed: int, *, first_lane: int = 32
+    ) -> None:
         gen = torch.Generator().manual_seed(seed)
         lanes = layout.width * (2 if ratio == 4 else 1)
         self.layout, self.ratio, self.fed = layout, ratio, [0] * len(lengths)
@@ -54,8 +62,9 @@ class _Feeder:
         self.gain = 1 + 0.2 * torch.randn(layout.width, generator=gen)
         ring = (8 if ratio == 4 else ratio) + extra
         wide = torch.full((len(lengths) + 2, ring, 2, lanes + 48), torch.nan)  # a slot is never cleared
-        self.state = wide[..., 32 : lanes + 32]  # others have their lanes in it, too
-        self.others = wide[..., :32], wide[..., lanes + 32 :]
+        self.state = wide[..., first_lane : lanes + first_lane]  # others have their lanes in it, too
+        self.others = wide[..., :first_lane], wide[..., lanes + first_lane :]
+        self.arrivals: Tensor | None = torch.zeros(MOST_ARRIVALS, dtype=torch.int32)
         pages = max(-(-n // (layout.page_rows * ratio)) for n in lengths)
         order = torch.randperm(pages * len(lengths), generator=gen, dtype=torch.int32)
         self.table_RP = order.view(len(lengths), pages)
@@ -82,6 +91,7 @@ class _Feeder:
             state_slots_R=torch.arange(1, len(counts) + 1, dtype=torch.int32).flip(0),
             token_pages_RP=self.table_RP,
             most_tokens=most_tokens_of_a_request(tokens, *decoded),
+            arrivals_T=self.arrivals,
         )
         insert_entries(
             step, torch.cat([*values, fill]), torch.cat([*scores, fill]), self.bias, self.gain, table, self.state,
@@ -101,6 +111,7 @@ def _layout(kind: Any, row_format: RowFormat, width: int, page_rows: int, dialec
 
 def _check(feeder: _Feeder, table: Tensor, rotate: Any) -> None:
     assert all(bool(lanes.isnan().all()) for lanes in feeder.others)
+    assert feeder.arrivals is None or not feeder.arrivals.any()
     for r in range(len(feeder.fed)):
         n = feeder.fed[r]
         expected = _entries(
@@ -154,6 +165,61 @@ def test_ratio_128_in_float32(
     table = rope_table(300, 64)
     for counts in chunks:
         feeder.step(counts, table)
+    _check(feeder, table, rotate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sharing:
+    """Steps of two requests; the first has too many tokens for programs to share a block, the others few enough."""
+
+    chunks: list[list[int]]
+    width: int
+    extra: int = 0
+    decode: bool = False
+    is_allowed: bool = True
+
+
+SHARING = {
+    "several_closings": _Sharing(chunks=[[127, 127], [1, 1]], width=96, decode=True),
+    "one_launch": _Sharing(chunks=[[126, 127], [2, 2]], width=160, extra=3, decode=True),
+    "two_launches": _Sharing(chunks=[[100, 126], [28, 12]], width=512),
+    "one_closing": _Sharing(chunks=[[127, 60], [1, 0], [3, 9]], width=64),
+    "not_allowed": _Sharing(chunks=[[127, 60], [1, 1]], width=128, decode=True, is_allowed=False),
+}
+
+
+@pytest.mark.parametrize("sharing", SHARING.values(), ids=SHARING)
+def test_programs_share_a_block(
+    sharing: _Sharing, rotate: Callable[..., Tensor], rope_table: Callable[..., Tensor]
+) -> None:
+    """The last program may have lanes that are no lanes of the row; a block's rows come from both places."""
+    layout = _layout("latent", RowFormat.FLOAT32, sharing.width, 2)
+    feeder = _Feeder(layout, 128, [140, 140], sharing.extra, 11)
+    feeder.arrivals = feeder.arrivals if sharing.is_allowed else None
+    table = rope_table(140, 64)
+    for place, counts in enumerate(sharing.chunks):
+        feeder.step(counts, table, padding=2, decode=sharing.decode and place > 0)
+    _check(feeder, table, rotate)
+
+
+def test_closings_of_one_request_in_one_step(rotate: Callable[..., Tensor], rope_table: Callable[..., Tensor]) -> None:
+    """The second block pools the first one's rows of the same step, after rows of the state."""
+    for extra in (0, 5):
+        feeder = _Feeder(_layout("index_key", RowFormat.FLOAT32, 64, 2), 4, [26, 26], extra, 14)
+        table = rope_table(64, 64)
+        for counts in ([3, 6], [9, 6], [5, 5], [9, 9]):
+            feeder.step(counts, table, decode=True)
+        _check(feeder, table, rotate)
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_rows_that_are_not_aligned(
+    ratio: int, rotate: Callable[..., Tensor], rope_table: Callable[..., Tensor]
+) -> None:
+    feeder = _Feeder(_layout("latent", RowFormat.FLOAT32, 128, 2), ratio, [131], 2, 13, first_lane=33)
+    table = rope_table(140, 64)
+    for count in (126, 1, 4):
+        feeder.step([count], table)
     _check(feeder, table, rotate)
 
 
