@@ -84,6 +84,48 @@ def good() -> list[dict[str, Any]]:
         for k in ("triton", "tilelang")
     ]
     rows += [row("wheel.command", 0, "exit status", command=command, python="3.12.3") for command in ("demo", "doctor")]
+    return [*rows, *two_gpus()]
+
+
+def two_step(batch: int, share: float, mode: str = "tp") -> dict[str, Any]:
+    params = {**FLASH, "layers": 43, "batch": batch, "context": 8192, "mode": mode, "graph": True}
+    return row("two_decode.step", 1.0, "ms", share=share, roof=share, **params)
+
+
+def two_agreement(mode: str, same: float = 0.99, items: int = 326) -> dict[str, Any]:
+    value = {"same": same, "score": 0.985, "reference_score": 0.988, "p": 0.5}
+    return row("two_graded.agreement", value, "share", mode=mode, batch=32, **{**GRADED, "items": items})
+
+
+def exchange(*, right: bool = True) -> dict[str, Any]:
+    value = {"eager": [[True], [True]], "replayed": [[True], [right]]}
+    return row(
+        "two_smoke.exchange", value, "right on each rank", mode="tp-ep", op="collective.all_reduce", kernel="nccl"
+    )
+
+
+def ended(status: int | None = 0, left: tuple[int, ...] = ()) -> dict[str, Any]:
+    value = {"status": status, "seconds": 1.0}
+    return row("two_serve.ended", value, "status and seconds", layers=43, left=list(left))
+
+
+def two_gpus() -> list[dict[str, Any]]:
+    """Rows with which every line of two GPUs holds: one mode is enough for a share."""
+    rows = [exchange(), row("two_smoke.replay", True, "bits", mode="tp-ep", kernels="portable")]
+    for batch, share in ((1, 0.26), (32, 0.46), (128, 0.46)):
+        rows += [two_step(batch, share), two_step(batch, 0.1, mode="ep")]
+        params = {**FLASH, "layers": 43, "batch": batch, "context": 8192, "mode": "tp"}
+        rows += [row("two_decode.finite", True, "bool", **params)]
+    params = {"op": "collective.all_reduce", "kernel": "nccl", "graph": True}
+    rows += [
+        row("two.collective", 9.5, "us", bytes=8192, **params),
+        two_agreement("tp-ep"),
+        two_agreement("dp", items=8),
+    ]
+    rows += [row("two_generate.tokens", 32, "tokens", layers=4, asked=32)]
+    rows += [row("two_serve.ready", 90.0, "s", layers=43), ended()]
+    rows += [row("two_serve.where", [[1.5, "ready"]], "s", layers=43)]
+    rows += [row("two_serve.rate", 50.0, "tokens/s", layers=43, at_once=at_once) for at_once in (1, 8)]
     return rows
 
 
@@ -135,6 +177,17 @@ BAD = [
     ("memcheck", row("sanitizer.calls", 0, "cases", tool="memcheck", ops=["a"])),
     ("racecheck", row("sanitizer", "RuntimeError", "error", tool="racecheck", ops=[])),
     ("the wheel", row("wheel.command", 1, "exit status", command="demo", python="3.12.3")),
+    ("exchanges give right", exchange(right=False)),
+    ("exchanges give right", row("two_smoke.replay", False, "bits", mode="tp-ep", kernels="portable")),
+    ("exchanges give right", row("two_smoke.ranks", "they ended with 1", "error", mode="dp")),
+    ("depth, batch 1: at least 25%", two_step(1, 0.249)),
+    ("depth, batch 32: at least 45%", two_step(32, 0.449)),
+    ("depth, batch 128: at least 45%", two_step(128, 0.449)),
+    ("score and 98 % equal answers, by mode", two_agreement("dp", same=0.9)),
+    ("generate starts its ranks", row("two_generate.tokens", 31, "tokens", layers=4, asked=32)),
+    ("serve loads, answers", ended(status=1)),
+    ("serve loads, answers", ended(left=(7,))),
+    ("serve loads, answers", row("two_serve", "RuntimeError", "error")),
 ]  # fmt: skip
 
 
@@ -153,7 +206,7 @@ def test_a_score_apart_is_allowed_when_the_pairs_do_not_tell() -> None:
 
 def test_what_ran_again_replaces_what_was_said_before() -> None:
     rows = [step(1, 0.2), step(1, 0.35)]
-    assert judged(rows, "batch 1: at least")[0] is True
+    assert judged(rows, "8 layers, batch 1: at least")[0] is True
     assert len(latest(rows)) == 1
 
 
