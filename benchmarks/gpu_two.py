@@ -12,10 +12,10 @@ import torch
 
 from halocline.benchmarks import device_clock
 from halocline.benchmarks.gpu_engine import kernel_flags
-from halocline.benchmarks.gpu_ranks import Rank, in_modes
+from halocline.benchmarks.gpu_ranks import Rank, in_modes, is_rank
 from halocline.hal.backend import load_manifests
 from halocline.hal.probe import probe
-from halocline.hal.settings import process_settings
+from halocline.hal.settings import process_settings, set_library_variable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,14 @@ def two_smoke(rows: Rows, options: argparse.Namespace) -> None:
 
     def work(rank: Rank) -> None:
         rank.add(rows, "two_smoke.joined", rank.start, "s", params={"mode": rank.name})
+        if rank.device != "cpu":
+            reaches = torch.cuda.can_device_access_peer(rank.parallel.rank, 1 - rank.parallel.rank)
+            rank.add(rows, "two_smoke.peer_access", reaches, "bool", params={"mode": rank.name})
         _exchanged(rows, rank)
         _model(rows, rank, options)
 
+    if is_rank():
+        set_library_variable("NCCL_DEBUG", "INFO")  # how the devices are linked, into the part's log
     in_modes(rows, options, options.modes or options.sizes.two_modes, work)
 
 

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["folder_of", "two_generate", "two_make", "two_serve"]
 
-_SHARDS, _WORKERS = 96, 12
+_SHARDS, _WORKERS = 96, 8  # a worker holds a file of the model twice
 _SPARE = 8 << 30  # in a file system, beside the model
+_MOUNT = 224 << 30  # size of the file system in memory; the same for all who ask, as one must not undo another's
 _LEAST_FREE = 8 << 30  # of main memory, while several writers run
 _LOOK_SECONDS = 0.05
 _CONTEXT = 16384
+_CACHES, _SMALL_CACHES = 4 << 30, 64 << 20
 _TOKENS, _TINY_TOKENS = 32, 6
 
 
@@ -57,7 +59,7 @@ def _make(rows: Rows, options: argparse.Namespace, folder: Path, layers: int | N
     asked = layers or preset(name).num_hidden_layers
     layers = _layers_with_room(folder.parent, name, asked)
     params = {"preset": name, "layers": layers, "asked": asked, "workers": workers}
-    shards = min(_SHARDS, 8 * workers)
+    shards = min(_SHARDS, 12 * workers)
     command = [sys.executable, "-m", "halocline", "make-model", str(folder), "--on-device", "--preset", name]
     command += ["--layers", str(layers), "--shards", str(shards), "--workers", str(workers)]
     begun = time.monotonic()
@@ -88,8 +90,7 @@ def _room(folder: Path, needed: int) -> int:
     """Free bytes of a file system; one in memory is made larger if need be and if this user may."""
     free = shutil.disk_usage(folder).free
     if free < needed and folder == Path("/dev/shm"):
-        used = shutil.disk_usage(folder).used
-        size = f"size={(used + needed) >> 20}M"
+        size = f"size={max(_MOUNT, shutil.disk_usage(folder).used + needed) >> 20}M"
         done = subprocess.run(
             ["mount", "-o", f"remount,{size}", str(folder)], capture_output=True, text=True, check=False
         )
@@ -138,16 +139,18 @@ def _free_memory() -> int:
 
 def two_generate(rows: Rows, options: argparse.Namespace) -> None:
     """`halocline generate --gpus 2`: starts its ranks, answers, ends; on a model of so many layers if asked for."""
-    folder = folder_of(options)
+    folder, more = folder_of(options), list[str]()
     with rows.guard("two_generate"), ExitStack() as stack:
         if options.layers:
             folder = folder.with_name(f"{folder.name}-{options.layers}")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             _make(rows, options, folder, options.layers, workers=2)
+            more = ["--cache-bytes", str(_SMALL_CACHES if options.tiny else _CACHES)]  # others use the devices, too
         layers = _layers_of(folder)
         command = [sys.executable, "-m", "halocline", "generate", "--model", str(folder), "--gpus", "2", "--json"]
         command += ["--prompt-ids", "0 " + " ".join(str(4 + i % 200) for i in range(300)), "--temperature", "0"]
         command += ["--max-new-tokens", str(_tokens(options)), "--max-context", str(_context(options))]
+        command += more
         begun = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         sys.stdout.write(done.stderr)
