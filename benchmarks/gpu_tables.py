@@ -43,6 +43,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     found = {
         "Parity with the reference": _parity(rows),
         "The graded model": _graded(rows),
+        "Four full-width layers": _width(rows),
         "Decode steps": _decode(rows),
         "Prefill of 8,192 tokens": _prefill(rows),
         "Start to the first token, seconds": _start(rows),
@@ -87,6 +88,20 @@ def _graded(rows: Sequence[Row]) -> str:
             )
         )
     return table(("kernels", "batch", "steps", "score", "reference", "p", "equal answers"), body)
+
+
+def _width(rows: Sequence[Row]) -> str:
+    body = []
+    for row in find(rows, "width.cosine"):
+        params, value = row["params"], row["value"]
+        equal = find(rows, "width.choices", kernels=params["kernels"], choices=params["choices"])
+        shares = equal[-1]["value"] if equal else {}
+        chosen = [f"{shares[what]:.1%}" if shares.get(what) is not None else "-" for what in ("experts", "entries")]
+        shown = (params["kernels"], params["against"], params["choices"], params["positions"])
+        figures = (f"{value['least']:.5f}", f"{value['mean']:.5f}", f"{value['same_argmax']:.1%}")
+        body.append((*shown, *figures, *chosen))
+    heads = ("kernels", "against", "choices", "positions", "least cosine", "mean", "same first token")
+    return table((*heads, "equal experts", "equal entries"), body)
 
 
 def _decode(rows: Sequence[Row]) -> str:

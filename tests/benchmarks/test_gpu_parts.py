@@ -14,7 +14,8 @@ import torch
 
 from halocline.backends_reference.kernels import reference_kernels
 from halocline.backends_reference.manifest import MANIFEST as REFERENCE
-from halocline.benchmarks import gpu_parity, gpu_parts, gpu_tools
+from halocline.benchmarks import gpu_parity, gpu_parts, gpu_tools, gpu_width
+from halocline.benchmarks.gpu_criteria import verdicts
 from halocline.benchmarks.gpu_prompts import load_prompts, write_prompts
 from halocline.benchmarks.gpu_rows import read_rows
 from halocline.benchmarks.gpu_width import StoredExperts, few_experts_at_a_time
@@ -185,13 +186,65 @@ def test_replays_equal_eager_steps(run: Callable[..., list[dict[str, Any]]]) -> 
 
 @pytest.mark.slow
 def test_layers_agree_with_the_reference_position_by_position(run: Callable[..., list[dict[str, Any]]]) -> None:
+    """On a CPU the kernels are the reference's: nothing is apart but what is made so."""
     rows = run("width")
+    assert [row for row in rows if row["unit"] == "error"] == []
     found = {
-        (row["params"]["against"], row["params"]["positions"]): row["value"] for row in named(rows, "width.cosine")
+        tuple(row["params"][key] for key in ("kernels", "choices", "against", "positions")): row["value"]
+        for row in named(rows, "width.cosine")
     }
-    assert found["served", "prefill"]["least"] == found["served", "decode"]["least"] == 1.0
-    assert 0.5 < found["float32", "decode"]["least"] < 1.0  # FP8 rounding costs something
-    assert found["float32", "decode"]["count"] == 4
+    assert len(found) == 16
+    for positions in ("prefill", "decode"):
+        for choices in ("reference", "own"):
+            assert found["default", choices, "served", positions]["least"] == 1.0
+            cost = found["reference", choices, "float32", positions]
+            assert found["default", choices, "float32", positions] == cost
+            for value in (cost, found["reference, nudged", choices, "served", positions]):
+                assert 0.5 < value["least"] < 1.0  # low-bit rounding costs something
+                assert value["count"] == 4
+    halves = named(rows, "width.part")
+    assert len({tuple(row["params"].values()) for row in halves}) == len(halves) == 16
+    assert {(row["value"]["least"], row["value"]["error"]) for row in halves} == {(1.0, 0.0)}
+    shares = {
+        (row["params"]["kernels"], row["params"]["choices"]): row["value"] for row in named(rows, "width.choices")
+    }
+    assert shares["default", "own"] == {"experts": 1.0, "entries": 1.0}
+    assert 0.5 < shares["reference, nudged", "own"]["experts"] < 1.0
+
+
+@pytest.mark.slow
+def test_a_wrong_kernel_is_noticed_at_full_width(
+    run: Callable[..., list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The expert kernels under test, which are bound after the reference's, lose the first expert of each token."""
+    made, experts = 0, gpu_width.few_experts_at_a_time
+
+    def losing(ops: Ops) -> Ops:
+        nonlocal made
+        made += 1
+        ops = experts(ops)
+        if made > 8:  # two references of four layers came before
+            right = ops.moe.experts
+
+            def wrong(x_TD: torch.Tensor, routing: Routing, *rest: Any, **options: Any) -> torch.Tensor:
+                ids_TK = routing.ids_TK.clone()
+                ids_TK[:, 0] = -1
+                return right(x_TD, Routing(ids_TK, routing.weights_TK), *rest, **options)
+
+            ops.moe.experts = wrong  # type: ignore[assignment]
+        return ops
+
+    monkeypatch.setattr(gpu_width, "few_experts_at_a_time", losing)
+    rows = run("width")
+    least = {
+        tuple(row["params"][key] for key in ("part", "layer", "positions")): row["value"]
+        for row in named(rows, "width.part")
+    }
+    for (part, *_), value in least.items():
+        assert (value["least"] == 1.0) is (part == "attention")
+        assert (value["error"] > 0.1) is (part == "experts")
+    (verdict,) = (one for one in verdicts(rows) if one.line.startswith("each half"))
+    assert verdict.passed is False
 
 
 @pytest.mark.slow

@@ -38,16 +38,32 @@ def step(batch: int, share: float, layers: int = 8, kernels: str = "default") ->
     return row("decode.step", 1.0, "ms", share=share, roof=share, **params)
 
 
-def cosine(against: str, least: float = 0.9995) -> dict[str, Any]:
-    value = {"least": least, "mean": 0.9999, "same_argmax": 1.0, "count": 64, "finite": True}
-    return row("width.cosine", value, "cosine", kernels="default", against=against, positions="decode")
+def cosine(
+    against: str, mean: float = 0.9978, *, kernels: str = "default", choices: str = "reference", finite: bool = True
+) -> dict[str, Any]:
+    value = {"least": 0.995, "mean": mean, "same_argmax": 0.8, "count": 64, "finite": finite}
+    params = {"kernels": kernels, "against": against, "choices": choices, "positions": "decode"}
+    return row("width.cosine", value, "cosine", **params)
+
+
+def half(least: float = 0.9991, *, finite: bool = True) -> dict[str, Any]:
+    value = {"least": least, "mean": 0.9999, "same_argmax": 1.0, "count": 64, "finite": finite, "error": 0.01}
+    return row("width.part", value, "cosine", kernels="default", layer=2, part="experts", positions="decode")
+
+
+def full_width() -> list[dict[str, Any]]:
+    """Kernels that are as far from the reference as it is from itself; with choices of their own, farther."""
+    rows = [half(), row("width.choices", {"experts": 0.7, "entries": None}, "share", kernels="default", choices="own")]
+    for against, norm in (("served", "reference, nudged"), ("float32", "reference")):
+        rows += [cosine(against), cosine(against, 0.99, choices="own"), cosine(against, 0.998, kernels=norm)]
+    return rows
 
 
 def good() -> list[dict[str, Any]]:
     """Rows with which every line holds."""
     rows = [parity("triton"), parity("tilelang"), parity("deep_gemm")]
     rows += [agreement("default", 1), agreement("default", 32), agreement("portable", 1), agreement("portable", 32)]
-    rows += [agreement("tilelang", 32), cosine("served"), cosine("float32")]
+    rows += [agreement("tilelang", 32), *full_width()]
     rows += [row("graph.apart", 0, "of 50", kernels="default", what="changing lengths")]
     rows += [row("graph.neighbour", True, "bool", kernels="default")]
     rows += [row("tests.counts", {"executed": 30, "failed": 0, "skipped": 0}, "tests", paths=["a"], failed=[])]
@@ -152,8 +168,12 @@ BAD = [
     ("default kernels, graphs: score", agreement("default", 1, score=0.9, p=0.01)),
     ("graded model on portable", agreement("portable", 1, same=0.5)),
     ("graded model with tilelang", agreement("tilelang", 32, same=0.5)),
-    ("against the same recipe", cosine("served", 0.9989)),
-    ("against float32", cosine("float32", 0.9)),
+    ("each half of four", half(0.9989)),
+    ("each half of four", half(finite=False)),
+    ("each half of four", row("width", "RuntimeError", "error", kernels="default")),
+    ("embeddings are nudged", cosine("served", 0.9974)),
+    ("embeddings are nudged", cosine("served", finite=False)),
+    ("the same against float32", cosine("float32", 0.9974)),
     ("graphs equal eager", row("graph.apart", 1, "of 50", kernels="default", what="changing lengths")),
     ("graphs equal eager", row("graph.neighbour", False, "bool", kernels="default")),
     ("device tests", row("tests.counts", {"executed": 9, "failed": 1}, "tests", paths=["a"], failed=["t"])),
