@@ -156,7 +156,7 @@ def two_generate(rows: Rows, options: argparse.Namespace) -> None:
         sys.stdout.write(done.stderr)
         if done.returncode != 0:
             raise RuntimeError(f"generate ended with {done.returncode}: {done.stderr[-900:]}")
-        found = json.loads(done.stdout)
+        found, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])  # libraries may print, too
         count = len(found["outputs"][0]["token_ids"])
         params = {"layers": layers, "said": done.stderr[-300:]}
         rows.add("two_generate.seconds_in_all", round(time.monotonic() - begun, 1), "s", params=params)
