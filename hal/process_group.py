@@ -129,9 +129,10 @@ def connect(groups: Iterable[ProcessGroup], device: str) -> None:
     import torch
     import torch.distributed as dist
 
+    all_reduce = cast("Callable[..., object]", dist.all_reduce)  # pyright: ignore[reportUnknownMemberType]
     for group in several.values():
         one = torch.ones(1, device=device)
-        dist.all_reduce(one, group=group.handle)
+        all_reduce(one, group=group.handle)
         if one.item() != group.size:
             raise MachineError(
                 lines(
