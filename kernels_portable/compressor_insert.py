@@ -19,7 +19,7 @@ from halocline.kernels_portable.rotary import pair_turns, turn_pairs
 
 __all__ = ["MOST_ARRIVALS", "StepRequests", "insert_entries", "most_tokens_of_a_request", "shares_blocks"]
 
-MOST_ARRIVALS = 64  # tokens of a step whose blocks several programs may share
+MOST_ARRIVALS = 256  # tokens of a step whose blocks several programs may share
 _CHUNK = 32  # rows that one program pools at a time where it pools all lanes
 _OF_STEP = [
     "positions_ptr", "requests_ptr", "starts_ptr", "seqlens_ptr", "state_slots_ptr", "token_pages_ptr", "arrivals_ptr",
@@ -167,26 +167,30 @@ def _insert_entries_kernel(  # size: pooling and remembering share the step's bo
     request = tl.load(requests_ptr + token)
     if (position < 0) | (request < 0):
         return
-    # What the end needs is asked for first, so that it is there when the rows are pooled.
     state_slot = tl.load(state_slots_ptr + request).to(tl.int64)
     is_late = position >= tl.load(seqlens_ptr + request) - RING
+    closes = (position + 1) % RATIO == 0
+    if POOL:
+        # What the end needs is asked for first, so that it is there when the rows are pooled.
+        number = position // RATIO
+        page = tl.load(token_pages_ptr + request.to(tl.int64) * token_pages_stride + number // PAGE_ROWS)
+        lanes = tl.arange(0, LANES)[None, :]
+        gain = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
+        cos, sin = pair_turns(number * RATIO + tl.arange(0, 1), table_ptr, WIDTH - ROPE, ROPE, LANES)
+        pooled = tl.zeros((BLOCK,), tl.float32)
+        if closes:
+            pooled = _pooled_lanes(
+                values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, state_ptr, token, position,
+                tl.load(starts_ptr + request), state_slot, part * BLOCK, SLOT_STRIDE, ROW_STRIDE, SCORES, RATIO, SPAN,
+                CHUNK, RING, WIDTH, LANES_IN, ALIGNED, BLOCK,
+            )  # fmt: skip
     lanes_in = part * BLOCK_IN + tl.arange(0, BLOCK_IN)
     is_kept = lanes_in < tl.where(is_late & (remember != 0), LANES_IN, 0)
     bias = tl.load(bias_ptr + (position % RATIO) * LANES_IN + lanes_in, mask=is_kept, other=0.0)
     own_values = tl.load(values_ptr + token.to(tl.int64) * values_stride + lanes_in, mask=is_kept)
     own_scores = tl.load(scores_ptr + token.to(tl.int64) * scores_stride + lanes_in, mask=is_kept)
     if POOL:  # noqa: SIM102 (decided at compile time)
-        if (position + 1) % RATIO == 0:
-            number = position // RATIO
-            page = tl.load(token_pages_ptr + request.to(tl.int64) * token_pages_stride + number // PAGE_ROWS)
-            lanes = tl.arange(0, LANES)[None, :]
-            gain = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0).to(tl.float32)
-            cos, sin = pair_turns(number * RATIO + tl.arange(0, 1), table_ptr, WIDTH - ROPE, ROPE, LANES)
-            pooled = _pooled_lanes(
-                values_ptr, scores_ptr, values_stride, scores_stride, bias_ptr, state_ptr, token, position,
-                tl.load(starts_ptr + request), state_slot, part * BLOCK, SLOT_STRIDE, ROW_STRIDE, SCORES, RATIO, SPAN,
-                CHUNK, RING, WIDTH, LANES_IN, ALIGNED, BLOCK,
-            )  # fmt: skip
+        if closes:
             if PARTS == 1:
                 _store_entry(
                     tl.reshape(pooled, (1, LANES)), gain, cos, sin, page, number, pages_ptr, eps, WIDTH, ROPE,

@@ -170,7 +170,7 @@ def test_ratio_128_in_float32(
 
 @dataclass(frozen=True, kw_only=True)
 class _Sharing:
-    """Steps of two requests; the first has too many tokens for programs to share a block, the others few enough."""
+    """Steps of two requests; few tokens share a block among many programs, more tokens among few."""
 
     chunks: list[list[int]]
     width: int
