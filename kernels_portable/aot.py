@@ -2,10 +2,12 @@
 
 `recorded_launches` runs a launcher on tensors of any device (`meta` costs no memory) and keeps what it would have
 launched, so that lists of kernels to compile, for tests and for warm-up, are calls of the real launchers.
+`compile_key` tells which of them are one kernel.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +17,10 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
-__all__ = ["Launch", "compile_launch", "recorded_launches"]
+__all__ = ["Launch", "compile_key", "compile_launch", "recorded_launches", "recording"]
 
 _OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "maxnreg")
 _POINTERS = {
@@ -58,11 +60,13 @@ class Launch:
 
 
 @contextmanager
-def _recording(launches: list[Launch]) -> Iterator[None]:
+def recording(take: Callable[[Launch], object]) -> Iterator[None]:
+    """Within, every kernel launch is handed to `take` instead; nothing is computed."""
+
     def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
         arguments = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-        launches.append(Launch(kernel=kernel, arguments=arguments, options=options, grid=tuple(grid)))
+        take(Launch(kernel=kernel, arguments=arguments, options=options, grid=tuple(grid)))
 
     original = JITFunction.run
     JITFunction.run = record
@@ -75,9 +79,23 @@ def _recording(launches: list[Launch]) -> Iterator[None]:
 def recorded_launches(launcher: Callable[[], object]) -> list[Launch]:
     """Runs a launcher with every kernel launch replaced by a record of it; nothing is computed."""
     launches: list[Launch] = []
-    with _recording(launches):
+    with recording(launches.append):
         launcher()
     return launches
+
+
+@functools.cache
+def _binder(kernel: JITFunction[Any], target: GPUTarget) -> Callable[..., tuple[Any, Any, Any]]:
+    binder: Callable[..., tuple[Any, Any, Any]] = create_function_from_signature(
+        kernel.signature, kernel.params, make_backend(target)
+    )
+    return binder
+
+
+def compile_key(launch: Launch, target: GPUTarget) -> tuple[Any, ...]:
+    """What Triton compiles a launch by, as it computes it itself: a launch of another key is compiled anew."""
+    _, specialization, options = _binder(launch.kernel, target)(**launch.arguments, **launch.options)
+    return launch.kernel.module, launch.kernel.__name__, tuple(specialization), tuple(sorted(options.items()))
 
 
 def _specialise(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int, ...], Any]]:
