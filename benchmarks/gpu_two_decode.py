@@ -65,7 +65,8 @@ class _Decode:
     def run(self) -> None:
         """Every batch in which each rank has a row, then the traces: a profiler slows what follows it."""
         groups = self._rank.parallel.sizes.dp
-        asked = [int(shape) for shape in self._options.shapes] or self._options.sizes.two_batches
+        known = self._options.sizes.two_batches
+        asked = [int(shape) for shape in self._options.shapes if int(shape) <= max(known)] or known
         batches = [batch for batch in asked if batch % groups == 0]
         for batch in batches:
             self._step(batch)
