@@ -30,6 +30,7 @@ from halocline.kernels_portable.swiglu import swiglu
 
 __all__ = ["TritonKernelsExperts", "experts_triton_kernels", "prepare_experts_triton_kernels"]
 
+_WHOLE_BLOCKS = 16
 _STEP_SCALES = 4  # scales of a step over K: the library reads them whole, also behind the last one
 _WARPS = 4  # of a program, which then has 128 output lanes: few experts occupy more of the device than with 8
 _MANY_ROWS = 64  # of an expert on average; with more, the library takes tiles of 128 rows
@@ -113,7 +114,21 @@ def _routed(library: Any, pairs: PairOrder, num_chosen: int) -> Any:
     metadata = library.tensors.RaggedTensorMetadata
     assert tuple(metadata.block_sizes()) == BLOCK_SIZES
     blocks = metadata(pairs.counts_E, pairs.starts_SE[0], pairs.starts_SE[1:], pairs.blocks_SB)
-    return library.products.RoutingData(pairs.weights_P, pairs.counts_E, num_experts, num_chosen, blocks)
+    routed = library.products.RoutingData(pairs.weights_P, pairs.counts_E, num_experts, num_chosen, blocks)
+    routed.n_blocks = functools.partial(_num_blocks, num_experts)
+    return routed
+
+
+def _num_blocks(num_experts: int, num_rows: int, block_rows: int) -> int:
+    """The library's bound on blocks of rows, but a multiple of 16 where there are many.
+
+    It is an argument of the kernel, for which Triton compiles multiples of 16 apart: so, big steps all have one kernel.
+    A program behind the last block ends at once.
+    """
+    if num_rows <= num_experts:
+        return num_rows
+    most = -(-(num_rows - num_experts + 1) // block_rows) + num_experts - 1
+    return -(-most // _WHOLE_BLOCKS) * _WHOLE_BLOCKS
 
 
 @implements(experts)

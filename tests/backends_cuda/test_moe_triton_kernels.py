@@ -162,3 +162,17 @@ def test_other_formats_are_refused() -> None:
         moe_triton_kernels.prepare_experts_triton_kernels(
             gate_up, quantize_weight(normal(2, 32, 32, seed=2), WeightFormat.NVFP4), activation="none"
         )
+
+
+@pytest.mark.parametrize("experts", [8, 256, 384])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_many_rows_have_a_whole_number_of_blocks(experts: int, block: int) -> None:
+    """Enough for any division of the rows among experts, and never one more than a kernel's next multiple of 16."""
+    for rows in (experts - 1, experts, experts + 1, 2 * experts + 3, 50_000):
+        found = moe_triton_kernels._num_blocks(experts, rows, block)
+        worst = min(rows, experts) + max(rows - experts, 0) // block  # a row for each expert, the rest in whole blocks
+        if rows <= experts:
+            assert found == rows == worst
+        else:
+            assert found % 16 == 0
+            assert worst <= found <= worst + 16
