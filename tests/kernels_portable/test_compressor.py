@@ -181,7 +181,7 @@ class _Sharing:
 
 SHARING = {
     "several_closings": _Sharing(chunks=[[127, 127], [1, 1]], width=96, decode=True),
-    "one_launch": _Sharing(chunks=[[126, 127], [2, 2]], width=160, extra=3, decode=True),
+    "one_launch": _Sharing(chunks=[[124, 125], [2, 2], [2, 2]], width=160, extra=3, decode=True),
     "two_launches": _Sharing(chunks=[[100, 126], [28, 12]], width=512),
     "one_closing": _Sharing(chunks=[[127, 60], [1, 0], [3, 9]], width=64),
     "not_allowed": _Sharing(chunks=[[127, 60], [1, 1]], width=128, decode=True, is_allowed=False),
