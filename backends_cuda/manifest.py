@@ -148,6 +148,7 @@ def _tilelang(
 
 _ATTENTION = (
     _triton("attention.plan"),
+    # sgl_kernel's dsv4_fused_q_norm_rope takes heads of 128 and 192 lanes; the model's have 512.
     _triton("attention.prepare_query", semantics=_ROPE),
     _row(
         "attention.sparse_decode", "flashmla", FLASHMLA, 80, archs=_HOPPER_UP, traits=_UP_TO_128_HEADS,
@@ -183,9 +184,9 @@ _ATTENTION = (
 
 _CACHE = (
     _row("kv_cache.allocate", "torch", (), 20, home=_SHARED, compute=_ANY, status=_RUN),
-    _row(
-        "kv_cache.insert_window", "sgl_kernel", SGL_KERNEL, 60, archs=_HOPPER_UP, semantics={**_ROPE, **_LATENT},
-    ),
+    # sgl_kernel's dsv4_fused_k_norm_rope_flashmla has no row. By its source it rounds to E4M3 without rounding to
+    # bfloat16 first, which is 1.52e-2 from the contract for 1025 tokens, and the tolerance is 1.5e-2; and it looks at
+    # no slot, so that padding (-1) would be stored in front of the cache.
     _triton("kv_cache.insert_window", semantics={**_ROPE, **_CACHES}),
     _triton("kv_cache.read_rows", semantics=_CACHES),
     _triton("kv_cache.write_rows", semantics=_CACHES),
@@ -194,9 +195,11 @@ _CACHE = (
 )  # fmt: skip
 
 _INDEXER = (
+    # sgl_kernel's small kernels are there by name, below ours, which take 1.5 to 2 us a launch on an H200. Theirs were
+    # timed alone in a graph, at 10 us with its start, and never beside ours.
     _row(
-        "indexer.prepare_query", "sgl_kernel", SGL_KERNEL, 60, archs=_HOPPER_UP, traits={"index_width": (128,)},
-        semantics={**_ROPE, "index_query": ("fp8_row",), "fp8_dialect": ("ocp",)},
+        "indexer.prepare_query", "sgl_kernel", SGL_KERNEL, 15, archs=_HOPPER_UP, traits={"index_width": (128,)},
+        semantics={**_ROPE, "index_query": ("fp8_row",), "fp8_dialect": ("ocp",)}, status="not_run",
     ),
     _triton(
         "indexer.prepare_query",
@@ -227,8 +230,9 @@ _STREAMS = (
     _triton("hyper_connection.write"),
     _tilelang("hyper_connection.write", traits={"num_streams": (4,)}),
     _triton("hyper_connection.head"),
-    _row("norm.rms_norm", "sgl_kernel", SGL_KERNEL, 60, archs=_HOPPER_UP),
-    _row("norm.rms_norm", "flashinfer", FLASHINFER, 40, archs=_HOPPER_UP, jit=True),
+    # One kernel under two names, below ours for the reason of sgl_kernel's index query.
+    _row("norm.rms_norm", "sgl_kernel", SGL_KERNEL, 15, archs=_HOPPER_UP, status="not_run"),
+    _row("norm.rms_norm", "flashinfer", FLASHINFER, 10, archs=_HOPPER_UP, jit=True, status="not_run"),
     _triton("norm.rms_norm"),
 )  # fmt: skip
 

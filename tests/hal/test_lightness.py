@@ -105,7 +105,7 @@ def test_broken_packages_do_not_disturb_an_explanation(broken_site: Path) -> Non
     assert denied(modules) == set()
     assert "NOISE" not in output
     rows = {row["op"]: row for row in json.loads(output[: output.rindex("\n\n{")])["ops"]}
-    assert rows["norm.rms_norm"]["chosen"] == "sgl_kernel"
+    assert rows["attention.sparse_decode"]["chosen"] == "flashmla"
 
 
 def test_the_doctor_names_each_broken_package_and_survives(broken_site: Path) -> None:
