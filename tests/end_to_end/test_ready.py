@@ -1,8 +1,8 @@
 """Once an engine is ready, no step brings a launch that Triton would compile anew.
 
-An engine runs on portable kernels that are recorded instead of launched. Each launch has the key by which Triton
-compiles it: constants, types, and which numbers are 1 or multiples of 16. A warm-up has to meet all keys that prompts
-of any length, in any company, bring later.
+An engine runs on kernels that are recorded instead of launched. Each launch has the key by which Triton compiles it:
+constants, types, and which numbers are 1 or multiples of 16. Calls of libraries that compile have what those compile
+by. A warm-up has to meet all keys that prompts of any length, in any company, bring later.
 """
 
 from __future__ import annotations
@@ -15,11 +15,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from halocline.backends_cuda import (
+    attention_deep_gemm,
+    attention_flashmla,
+    gemm_deep_gemm,
+    hyper_connection_flashinfer,
+    indexer_deep_gemm,
+    moe_triton_kernels,
+)
 from halocline.engine.admission import admit
 from halocline.engine.config import EngineConfig
 from halocline.engine.engine import Engine
@@ -29,7 +40,7 @@ from halocline.engine.sampler import Sampler
 from halocline.engine.sampling_params import SamplingParams
 from halocline.engine.warm_up import warm_up_tokens
 from halocline.hal.backend import load_manifests
-from halocline.hal.formats import recipe
+from halocline.hal.formats import Weight, recipe
 from halocline.hal.ops import Ops
 from halocline.hal.ops.attention import PrefillLayout
 from halocline.hal.runtime import prepare_name
@@ -60,15 +71,19 @@ class Compiler:
     def take(self, launch: Launch) -> None:
         if launch.name == "pick_tokens":  # its result is an index on the host's side too
             launch.arguments["out_ptr"].fill_(SOME_TOKEN)
-        key = compile_key(launch, self.target)
+        if launch.name == "select_entries":  # and so is this one's, in a gather of pages
+            launch.arguments["slots_ptr"].fill_(-1)
+        self.note(compile_key(launch, self.target))
+
+    def note(self, key: tuple[Any, ...]) -> None:
         if key not in self.known:
             self.known.add(key)
             if self.is_ready:
                 self.since.append(key)
 
 
-def portable_ops() -> Ops:
-    """Every op by the kernel that NVIDIA's manifest calls `triton` or, where there is none, one of torch."""
+def kernels_called(names: dict[str, str]) -> dict[str, Callable[..., Any]]:
+    """Kernels of NVIDIA's manifest: of an op in `names` the one named there, else `triton` or one of torch."""
     kernels: dict[str, Callable[..., Any]] = {}
 
     def load(path: str) -> Callable[..., Any]:
@@ -78,11 +93,119 @@ def portable_ops() -> Ops:
 
     (manifest,) = (manifest for manifest in load_manifests() if manifest.name == "cuda")
     for spec in manifest.specs:
-        if spec.name == "triton" or (spec.name in ("torch", "nccl") and spec.op not in kernels):
+        found = spec.name in ("torch", "nccl") and spec.op not in kernels
+        if spec.name == names.get(spec.op, "triton") or found:
             kernels[spec.op] = load(spec.target)
             if spec.prepare:
                 kernels[prepare_name(spec.op)] = load(spec.prepare)
-    return Ops(kernels)
+    return kernels
+
+
+@dataclass(eq=False)
+class DeepGemm:
+    """DeepGEMM's calls: each notes what the library compiles by, and computes nothing."""
+
+    compiler: Compiler
+
+    def fp8_gemm_nt(self, a: Any, b: Any, d: Tensor, **_: Any) -> None:
+        self.compiler.note(("fp8_gemm_nt", tuple(b[0].shape), len(d)))
+
+    def fp8_einsum(self, text: str, a: Any, b: Any, d: Tensor, **_: Any) -> None:
+        self.compiler.note(("fp8_einsum", tuple(b[0].shape), len(d)))
+
+    def get_num_sms(self) -> int:
+        return 132
+
+    def get_paged_mqa_logits_metadata(self, lengths: Tensor, page_rows: int, num_sms: int) -> Tensor:
+        self.compiler.note(("metadata", -(-len(lengths) // 32)))
+        return torch.zeros((num_sms + 1, 2), dtype=torch.int32)
+
+    def fp8_paged_mqa_logits(self, q: Tensor, *arguments: Any, **_: Any) -> Tensor:
+        self.compiler.note(("fp8_paged_mqa_logits",))
+        return torch.empty(len(q), -(-arguments[-1] // 256) * 256)[:, : arguments[-1]]
+
+    def fp8_mqa_logits(self, q: Tensor, keys: Any, *_: Any, **__: Any) -> Tensor:
+        self.compiler.note(("fp8_mqa_logits",))
+        return torch.empty(len(q), -(-len(keys[0]) // 256) * 256)[:, : len(keys[0])]
+
+    def tf32_hc_prenorm_gemm(self, *_: Any, num_splits: int) -> None:
+        self.compiler.note(("tf32_hc_prenorm_gemm", num_splits))
+
+
+class Mhc:
+    """FlashInfer's calls, which are compiled beforehand."""
+
+    def mhc_pre_big_fuse(self, logits: Tensor, squares: Tensor, streams: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        tokens, count, hidden = streams.shape
+        mixed = torch.empty(tokens, hidden, dtype=streams.dtype)
+        return torch.empty(tokens, count, 1), torch.empty(tokens, count, count), mixed
+
+    def mhc_post(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return torch.empty_like(streams)
+
+
+def stand_in_for_flash_mla() -> SimpleNamespace:
+    """FlashMLA's calls, which are compiled beforehand."""
+
+    def decode(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(q), torch.empty(len(q), q.shape[2], 1)
+
+    def prefill(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor]:
+        return torch.empty_like(q), None, torch.empty(q.shape[:2])
+
+    return SimpleNamespace(
+        decode=decode, prefill=prefill, new_schedule=SimpleNamespace, options={}, prefill_lse_unit=1.0
+    )
+
+
+def stand_in_for_triton_kernels(compiler: Compiler) -> SimpleNamespace:
+    """The library's products: tiles by the mean rows of an expert, apart for multiples of 16 blocks."""
+
+    def matmul(x: Tensor, width: int, bias: None, routed: Any, **options: Any) -> Tensor:
+        mean = max(1, routed.rows // routed.experts)
+        tile = 128 if mean > 64 else max(16, min(1 << (2 * mean - 1).bit_length(), 64))
+        compiler.note(("matmul_ogs", width, tile, routed.n_blocks(routed.rows, tile) % 16 == 0))
+        kind = torch.float32 if "gather_indx" in options else torch.bfloat16
+        return torch.empty(routed.rows, width, dtype=kind)
+
+    def routing(gates: Tensor, counts: Tensor, experts: int, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(rows=len(gates), experts=experts)
+
+    blocks = type("Blocks", (), {"__init__": lambda *_: None, "block_sizes": lambda: [16, 32, 64, 128]})
+    products = SimpleNamespace(GatherIndx=SimpleNamespace, RoutingData=routing, matmul_ogs=matmul)
+    tensors = SimpleNamespace(RaggedTensorMetadata=blocks)
+    return SimpleNamespace(products=products, tensors=tensors, constrain=lambda flags: None)
+
+
+LIBRARIES = {
+    "attention.output": "deep_gemm",
+    "attention.sparse_decode": "flashmla",
+    "attention.sparse_prefill": "flashmla",
+    "gemm.linear": "deep_gemm",
+    "hyper_connection.read": "flashinfer",
+    "hyper_connection.write": "flashinfer",
+    "indexer.logits": "deep_gemm",
+    "moe.experts": "triton_kernels",
+}
+
+
+def library_ops(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Ops:
+    """The kernels over libraries, with stand-ins for these, and portable ones where there is none."""
+
+    def prepare_experts(gate_up: Weight, down: Weight, *, activation: str) -> object:
+        return moe_triton_kernels.TritonKernelsExperts(
+            num_experts=gate_up.shape[0], hidden=gate_up.shape[-1], rounds_input=activation != "none",
+            gate_up=gate_up.shape[1], gate_up_precision=None, down=down.shape[1], down_precision=None,
+        )  # fmt: skip
+
+    deep_gemm, experts = DeepGemm(compiler), stand_in_for_triton_kernels(compiler)
+    for module in (gemm_deep_gemm, attention_deep_gemm, indexer_deep_gemm, hyper_connection_flashinfer):
+        monkeypatch.setattr(module, "deep_gemm", lambda: deep_gemm)
+    monkeypatch.setattr(hyper_connection_flashinfer, "_mhc", Mhc)
+    monkeypatch.setattr(attention_flashmla, "flash_mla", stand_in_for_flash_mla)
+    monkeypatch.setattr(attention_flashmla, "num_schedule_parts", lambda heads, device: 132)
+    monkeypatch.setattr(moe_triton_kernels, "_library", lambda: experts)
+    return Ops({**kernels_called(LIBRARIES), "moe.prepare_experts": prepare_experts})
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +218,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def made_engine(
-    folder: Path, device: str, layout: PrefillLayout, monkeypatch: pytest.MonkeyPatch, **options: Any
+    folder: Path,
+    device: str,
+    layout: PrefillLayout,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    with_libraries: bool = False,
+    **options: Any,
 ) -> Iterator[Any]:
     """An engine that is ready on a device of which only the facts are there, and the record of its compiler."""
     compiled_for, facts = DEVICES[device]
-    compiler, ops = Compiler(compiled_for), portable_ops()
+    compiler = Compiler(compiled_for)
+    ops = library_ops(compiler, monkeypatch) if with_libraries else Ops(kernels_called({}))
     for name, module in [*sys.modules.items()]:
         if name.startswith("halocline.backends_triton.") and hasattr(module, "target_of"):
             monkeypatch.setattr(module, "target_of", lambda device: facts)
@@ -142,6 +272,19 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(4, 500), k=length)
 
 
+def serve_all_kinds(engine: Engine) -> None:
+    """Prompts of any length, alone and together, in chunks, with cached beginnings and scores of their own tokens."""
+    for seed, length in enumerate((1, 2, 3, 17, 64, 65, 127, 255, 300, 513, 600, 601, 999, 2000, 4000)):
+        generate(engine, [prompt_of(length, seed)], max_tokens=3)
+    for count in (2, 3, 5, 7, 9, 17, 23, 24, 31):
+        generate(engine, [prompt_of(17 + 7 * index % 40, 100 * count + index) for index in range(count)], max_tokens=3)
+    mixed = [prompt_of(length, length) for length in (5, 700, 33, 1, 260, 1500, 8, 90, 611, 16, 3000, 2)]
+    generate(engine, mixed, max_tokens=40)
+    generate(engine, [mixed[1] + [7], [*mixed[5][:1400], 9, 9], mixed[10] + [3, 4, 5]], max_tokens=5)
+    assert engine.stats().hits > 0
+    generate(engine, [prompt_of(300, 7), prompt_of(20, 8)], max_tokens=3, prompt_logprobs=2, logprobs=2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", ["paged", "ragged"])
 @pytest.mark.parametrize("graph_sizes", [(), (1, 2, 4, 8, 16, 24)])
@@ -151,16 +294,22 @@ def test_nothing_is_compiled_once_ready(
     monkeypatch.setattr(compressor, "_LOGITS_BYTES", 4 * 75 * 1000)  # slices begin anywhere
     options = {"max_requests": 24, "max_step_tokens": 600, "graph_sizes": graph_sizes}
     with made_engine(folder, device, layout, monkeypatch, **options) as (engine, compiler):
-        for seed, length in enumerate((1, 2, 3, 17, 64, 65, 127, 255, 300, 513, 600, 601, 999, 2000, 4000)):
-            generate(engine, [prompt_of(length, seed)], max_tokens=3)
-        for count in (2, 3, 5, 7, 9, 17, 23, 24, 31):
-            generate(
-                engine, [prompt_of(17 + 7 * index % 40, 100 * count + index) for index in range(count)], max_tokens=3
-            )
-        mixed = [prompt_of(length, length) for length in (5, 700, 33, 1, 260, 1500, 8, 90, 611, 16, 3000, 2)]
-        generate(engine, mixed, max_tokens=40)
-        generate(engine, [mixed[1] + [7], [*mixed[5][:1400], 9, 9], mixed[10] + [3, 4, 5]], max_tokens=5)
-        assert engine.stats().hits > 0
-        generate(engine, [prompt_of(300, 7), prompt_of(20, 8)], max_tokens=3, prompt_logprobs=2, logprobs=2)
+        serve_all_kinds(engine)
     assert len(compiler.known) > 60
-    assert [(key[1], *key[2:]) for key in compiler.since] == []
+    assert compiler.since == []
+
+
+@pytest.mark.parametrize("graph_sizes", [(), (1, 2, 4, 8, 16, 24)])
+def test_libraries_compile_nothing_either(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, graph_sizes: tuple[int, ...]
+) -> None:
+    options = {"max_requests": 24, "max_step_tokens": 600, "graph_sizes": graph_sizes, "with_libraries": True}
+    with made_engine(folder, "sm_90", "ragged", monkeypatch, **options) as (engine, compiler):
+        serve_all_kinds(engine)
+    libraries = {key[0] for key in compiler.known if not str(key[0]).startswith("halocline.")}
+    assert libraries == {
+        "fp8_gemm_nt", "fp8_einsum", "metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits", "tf32_hc_prenorm_gemm",
+        "matmul_ogs",
+    }  # fmt: skip
+    assert {key[2] for key in compiler.known if key[0] == "fp8_gemm_nt"} == {16, 32, 64, 128, 192, 256, 512}
+    assert compiler.since == []
