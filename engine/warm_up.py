@@ -86,5 +86,5 @@ def warm_up_steps(
     steps += [beside(count, 1) for count in counts]
     if most_beside:
         steps.append(beside(1, min(alone, max_step_tokens - 1)))
-    steps += [decode(size) for size in sizes if size <= max_requests]
+    steps += [decode(size) for size in sorted({*sizes, max_requests}) if size <= max_requests]
     return tuple(dict.fromkeys(steps))

@@ -45,6 +45,10 @@ from halocline.hal.ops import Ops
 from halocline.hal.ops.attention import PrefillLayout
 from halocline.hal.runtime import prepare_name
 from halocline.kernels_portable.aot import Launch, compile_key, recording
+from halocline.kernels_portable.expert_alignment import pairs_of_a_step
+from halocline.kernels_portable.gemm_tiles import expert_tiles, gemm_tiles
+from halocline.kernels_portable.sparse_attention import attention_tiles, num_attention_splits
+from halocline.kernels_portable.stream_mix import MANY_SPLITS, num_mix_splits
 from halocline.kernels_portable.target import Target
 from halocline.models.checkpoint import Checkpoint
 from halocline.models.checkpoint_source import CheckpointSource
@@ -313,3 +317,37 @@ def test_libraries_compile_nothing_either(
     }  # fmt: skip
     assert {key[2] for key in compiler.known if key[0] == "fp8_gemm_nt"} == {16, 32, 64, 128, 192, 256, 512}
     assert compiler.since == []
+
+
+@pytest.mark.parametrize("most", [128, 600, 2048, 3000, 8192])
+@pytest.mark.parametrize("num_experts", [256, 384])
+def test_sizes_meet_every_choice_at_the_released_sizes(most: int, num_experts: int) -> None:
+    """What follows from the number of tokens alone, and would be slow to run at the width of the released models."""
+
+    def choices(tokens: int) -> Iterator[tuple[Any, ...]]:
+        pairs = 6 * tokens
+        mean = max(1, pairs // num_experts)
+        tile = 128 if mean > 64 else max(16, min(1 << (2 * mean - 1).bit_length(), 64))
+        yield "blocks", tile, moe_triton_kernels._num_blocks(num_experts, pairs, tile) % 16 == 0
+        yield "stages", tile, mean > moe_triton_kernels._MANY_ROWS
+        yield "step", pairs_of_a_step(pairs)
+        for _, facts in DEVICES.values():
+            for size in (1, 2, 4):
+                yield "tiles", size, gemm_tiles(facts, num_rows=tokens, element_bytes=size, batch_invariant=False)
+                rows = -(-pairs // num_experts)
+                yield "experts", size, expert_tiles(facts, mean_rows=rows, element_bytes=size, batch_invariant=False)
+            for splits in (32, MANY_SPLITS):
+                lanes = 4 * 4096
+                yield num_mix_splits(facts, num_tokens=tokens, lanes=lanes, batch_invariant=False, most=splits), splits
+            for heads in (64, 128):
+                found = attention_tiles(facts, heads, torch.bfloat16)
+                yield (
+                    num_attention_splits(
+                        facts, found, num_tokens=tokens, num_heads=heads, num_entries=640, batch_invariant=False
+                    ),
+                    heads,
+                    found,
+                )
+
+    met = {choice for size in warm_up_tokens(most, compiles=True) for choice in choices(size)}
+    assert {choice for tokens in range(1, most + 1) for choice in choices(tokens)} <= met
