@@ -203,6 +203,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--parts", default="", metavar="A,B", help="only these parts, beside those of --calls")
     parser.add_argument("--calls", type=int, nargs="*", choices=CALLS, default=[], help="only the parts of these calls")
     parser.add_argument("--seconds", type=float, default=555.0, help="for each call")
+    parser.add_argument(
+        "--gib",
+        type=int,
+        default=MEMORY_GIB,
+        help="device memory for parts side by side, where sessions share a device",
+    )
     parser.add_argument("--layers", type=int, help="depth of the parts of two GPUs; all of it when left out")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/halocline-gpu"), help="folder that may be lost")
@@ -296,6 +302,7 @@ def _session(options: argparse.Namespace, path: Path, start: float) -> Session:
             *(("--tiny",) if options.tiny else ()),
         ),
         rows=rows,
+        memory_gib=options.gib,
         layers=options.layers,
     )
 

@@ -212,6 +212,13 @@ def test_the_row_of_the_matrix_comes_from_the_rows(tmp_path: Path) -> None:
     assert found["commit"] == "c" * 40
 
 
+def test_sessions_that_share_a_device_divide_its_memory(tmp_path: Path) -> None:
+    common = ["--out", str(tmp_path), "--scratch", str(tmp_path / "scratch"), "--commit", "c" * 40]
+    for words, wanted in [([], gpu_session.MEMORY_GIB), (["--gib", "40"], 40)]:
+        options = gpu_session._parse([*common, *words])
+        assert gpu_session._session(options, tmp_path / "rows.jsonl", 0.0).memory_gib == wanted
+
+
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
