@@ -207,7 +207,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--gib",
         type=int,
         default=MEMORY_GIB,
-        help="device memory for parts side by side, where sessions share a device",
+        help="device memory of parts side by side; less where sessions share a device",
     )
     parser.add_argument("--layers", type=int, help="depth of the parts of two GPUs; all of it when left out")
     parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
