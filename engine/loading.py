@@ -6,6 +6,8 @@ Everything that can be refused is refused before memory is taken, so a failed st
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from halocline.models.interface import CausalModel
 
 __all__ = ["LoadOptions", "LoadedModel", "PreparedModel", "prepare_model"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -297,16 +301,24 @@ def _make_engine(
     capture: GraphCapture | None,
 ) -> Engine:
     """Allocates the caches and warms up."""
+    begun = time.perf_counter()
     groups = team.sizes.dp if team is not None else 1
     sampler = Sampler(config.max_requests * groups, model.vocab_size, ops, device)
     sampler.warm_up()
-    if team is None:
-        return Engine(model, sampler, config, device=device, capture=capture)
-    from halocline.engine.ranks.lead import Lead
+    lead = None
+    if team is not None:
+        from halocline.engine.ranks.lead import Lead
 
-    team.wait_for_all()
-    lead = Lead(team, ops, torch.device(device))
-    return Engine(model, sampler, config, device=device, capture=capture, lead=lead)
+        team.wait_for_all()
+        lead = Lead(team, ops, torch.device(device))
+    engine = Engine(model, sampler, config, device=device, capture=capture, lead=lead)
+    logger.info(
+        "warm-up: done in %.1f s, of which first steps and %d graphs took %.1f s",
+        time.perf_counter() - begun,
+        len(config.graph_sizes),
+        engine.warm_up_seconds,
+    )
+    return engine
 
 
 def _graph_sizes(options: LoadOptions, max_requests: int, *, several: bool) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ServedEngine", "ServedOutput", "main"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("halocline.serving.engine_worker")  # run as a program, its name would not be one of ours
 
 _BEAT_SECONDS = 0.25
 _COMPILERS = 2
@@ -270,7 +270,7 @@ def main(fd: int) -> int:
         return error.exit_code
     except Exception as error:
         logger.exception("the engine could not start")
-        sock.sendall(pack(("failed", f"the engine could not start: {type(error).__name__}")))
+        sock.sendall(pack(("failed", f"the engine could not start: {type(error).__name__}: {error}")))
         return 1
     worker = _Worker(sock, engine, compiler)
     sock.sendall(pack(("ready", engine.info)))

@@ -64,7 +64,9 @@ class GrammarCompiler:
         known = Tokenizer(tokenizer)
         vocabulary = _Vocabulary(known, limits.vocab_size, limits.eos_ids[0])
         wrapper = llguidance.TokenizerWrapper(vocabulary)
-        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=limits.vocab_size, eos_token=list(limits.eos_ids))
+        # A list of ids needs llguidance 1.7; a single one does with every version.
+        eos_token = limits.eos_ids[0] if len(limits.eos_ids) == 1 else list(limits.eos_ids)
+        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=limits.vocab_size, eos_token=eos_token)
         self._eos_ids = limits.eos_ids
         self._think_end = known.control_ids.get(THINK_END)
         self._lock = threading.Lock()

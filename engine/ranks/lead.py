@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from halocline.engine.ranks.team import Team
 
 __all__ = ["Lead"]
+
+logger = logging.getLogger(__name__)
 
 
 class Lead:
@@ -58,6 +61,7 @@ class Lead:
         self._team.report(cause)
         if isinstance(cause, HaloclineError):
             return cause
+        logger.error("a step failed on rank 0", exc_info=error)
         return MachineError(f"a step failed on rank 0, so all ranks end: {type(error).__name__}: {error}")
 
     def close(self) -> None:

@@ -140,7 +140,7 @@ class Team:
         """Lets all ranks end when the body raises; who was first raises, the others end without a word.
 
         Raises:
-            HaloclineError: What the body raised, or, of anything else, one line of it.
+            HaloclineError: What the body raised, or, of anything else, one line of it; the log shows where.
         """
         try:
             yield
@@ -150,6 +150,7 @@ class Team:
             cause = self.explain(error)
             self.report(cause)
             if cause is error and isinstance(error, Exception) and not isinstance(error, HaloclineError):
+                logger.error("rank %d has failed", self.place.rank, exc_info=error)
                 cause = MachineError(f"{type(error).__name__}: {error}")
             if cause is error:
                 raise

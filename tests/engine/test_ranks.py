@@ -20,6 +20,8 @@ from halocline.engine.ranks.channel import PlanChannel
 from halocline.engine.ranks.fingerprint import compare_facts, setting_facts
 from halocline.engine.ranks.joining import check_world, join_ranks
 from halocline.engine.ranks.processes import ProcessMark
+from halocline.engine.ranks.team import Team
+from halocline.engine.ranks.watch import Failure
 from halocline.engine.step_plan import StepPlan, StepShape
 from halocline.hal.errors import ConfigError, MachineError, SettingsError
 from halocline.hal.place import RankPlace, read_place
@@ -228,3 +230,44 @@ def test_multicast_between_gpus_is_off_unless_the_user_says_otherwise() -> None:
             os.environ.pop(name, None)
         set_variables_of_ranks()
         assert [os.environ.get(name) for name in names] == ["0", "1", "1", "INFO"]
+
+
+# ---- their failure --------------------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """A watch of a rank that is the first to fail."""
+
+    def __init__(self) -> None:
+        self.told: list[Failure] = []
+
+    def report(self, failure: Failure) -> bool:
+        self.told.append(failure)
+        return True
+
+
+def _failing_team() -> tuple[Team, _Watch]:
+    team, watch = Team.__new__(Team), _Watch()
+    team.place = RankPlace(rank=1, world=2, local_rank=1, local_world=2, address="127.0.0.1", port=1234)
+    team.watch = watch  # type: ignore[assignment]
+    return team, watch
+
+
+def _fault() -> None:
+    raise TypeError("a list where a number belongs")
+
+
+def test_a_fault_of_ours_ends_in_one_line_and_the_log_shows_where(caplog: pytest.LogCaptureFixture) -> None:
+    team, watch = _failing_team()
+    with pytest.raises(MachineError, match=r"^TypeError: a list where a number belongs$"), team.reporting():
+        _fault()
+    assert [(told.rank, told.message) for told in watch.told] == [(1, "rank 1: a list where a number belongs")]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "in _fault\n" in caplog.text
+
+
+def test_an_error_that_explains_itself_needs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    team, _ = _failing_team()
+    with pytest.raises(MachineError, match="no room"), team.reporting():
+        raise MachineError("no room")
+    assert caplog.records == []

@@ -98,8 +98,16 @@ class ScriptedEngine:
     """As `ServedEngine`."""
 
     def __init__(
-        self, folder: str, *, step_seconds: float = 0.0, max_tokens: int = 8192, start_error: str | None = None
+        self,
+        folder: str,
+        *,
+        step_seconds: float = 0.0,
+        max_tokens: int = 8192,
+        start_error: str | None = None,
+        start_fault: str | None = None,
     ) -> None:
+        if start_fault is not None:
+            raise TypeError(start_fault)
         if start_error is not None:
             from halocline.hal.errors import MachineError
 

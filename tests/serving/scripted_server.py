@@ -20,6 +20,7 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.0)
     parser.add_argument("--stall-seconds", type=float, default=60.0)
     parser.add_argument("--start-error")
+    parser.add_argument("--start-fault")
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--cors", action="append", default=[])
     parser.add_argument("--max-requests", type=int, default=1024)
@@ -32,6 +33,7 @@ def main() -> int:
             "folder": str(HERE.parents[1] / "graded"),
             "step_seconds": options.step_seconds,
             "start_error": options.start_error,
+            "start_fault": options.start_fault,
         },
         search_path=(str(HERE),),
         stall_seconds=options.stall_seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import llguidance
 import numpy as np
 import pytest
 from markup import call, calls
@@ -27,6 +28,21 @@ def allowed(matcher: Any, vocab_size: int = 1100) -> set[int]:
     words = np.zeros((vocab_size + 31) // 32, dtype=np.int32)
     matcher.fill(words)
     return set(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size]).tolist())
+
+
+def test_a_single_end_is_told_to_the_library_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 1.7 it took no list, and refused one when everything else was ready."""
+    real, given = llguidance.LLTokenizer, list[object]()
+
+    def like_1_6(*args: object, eos_token: object, **options: object) -> object:
+        given.append(eos_token)
+        return real(*args, eos_token=eos_token, **options)
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", like_1_6)
+    content = Tokenizer.from_dir(FOLDER).content
+    for ids in ((1,), (1, 2)):
+        GrammarCompiler(content, ModelLimits(vocab_size=1100, max_tokens=100, eos_ids=ids))
+    assert given == [1, [1, 2]]
 
 
 def test_control_tokens_are_never_text(compiler: GrammarCompiler) -> None:

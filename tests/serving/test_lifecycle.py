@@ -86,6 +86,16 @@ def test_an_engine_that_cannot_start_ends_the_server(start_server: Start) -> Non
     assert any("no GPU of that kind" in line for line in server.lines)
 
 
+def test_a_fault_of_ours_at_the_start_is_shown_whole(start_server: Start) -> None:
+    """The log has the traceback, and the line that ends it all has type and text."""
+    server = start_server("--start-fault", "a list where a number belongs")
+    assert server.wait(30) != 0
+    said = "\n".join(server.lines)
+    assert "ERROR: the engine could not start\nTraceback (most recent call last):\n" in said
+    assert "in make_engine" in said
+    assert any("could not start: TypeError: a list where a number belongs" in line for line in server.lines)
+
+
 def test_a_taken_port_is_told_at_once(start_server: Start) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
