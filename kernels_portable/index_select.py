@@ -1,7 +1,7 @@
 """Exact top-k of scores by radix selection, mapped to cache slots through the page table.
 
-T tokens, S entries, K entries kept, R requests, P pages, C candidates. One program serves one token: four passes over
-its scores find the K-th largest, one pass collects. Ties keep the lowest entries.
+T tokens, S entries, K entries kept, R requests, P pages, C candidates. One program serves one token: its scores stay in
+registers while the K-th largest is found and the kept are collected. Ties keep the lowest entries.
 
 Of long rows, programs shortlist chunks first: the best K of each chunk, in order, are the entries of a row that is some
 times shorter. What is not among the best of its chunk is not among the best of all, and equals stay in order.
@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halocline.kernels_portable.radix_search import kth_largest, ordered_bits
+from halocline.kernels_portable.radix_search import MOST_IN_TILE, kth_largest, kth_largest_of_tile, ordered_bits
 
 __all__ = ["select_entries"]
 
 
 _MOST_ENTRIES = 8192  # of a row that one program looks through
 _CHUNK = 4096  # entries of a chunk, at least
-_BLOCK = 2048  # scores of a step: one size, because each is another kernel
+_FEW_ENTRIES = 2048  # of a row for which a program has a smaller tile
 
 
 @triton.jit
@@ -78,17 +78,50 @@ def _entries_at(entries_ptr, places, mask, LEVELS: tl.constexpr):
     return tl.load(entries_ptr + places, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["entries_ptr", "visible_ptr", "requests_ptr"])
+@triton.jit
+def _collect_entries(
+    scores, visible, kept, entries_ptr, request, token_pages_ptr, token_pages_stride, out_ptr, LEVELS: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Stores the slots of the `kept` best of a tile of scores, in order of entries.
+
+    EARLY asks for pages before it is known whose are needed: they are there in time, at the cost of registers.
+    """
+    places = tl.arange(0, SIZE)
+    inside = places < visible
+    if EARLY:
+        entries = _entries_at(entries_ptr, places, inside, LEVELS)
+        slots = _slots_of(entries, inside, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
+    bits = tl.where(inside, ordered_bits(scores), 0)
+    threshold, settled, num_equal = kth_largest_of_tile(bits, kept, SIZE)
+    is_above = (bits & settled) > threshold
+    is_equal = inside & ((bits & settled) == threshold)
+    ranks = tl.cumsum(is_above.to(tl.uint32) + (is_equal.to(tl.uint32) << 16), axis=0)
+    above = (ranks & 65535).to(tl.int32)
+    equal = (ranks >> 16).to(tl.int32)
+    kept_here = is_above | (is_equal & (equal <= num_equal))
+    if not EARLY:
+        entries = _entries_at(entries_ptr, places, kept_here, LEVELS)
+        slots = _slots_of(entries, kept_here, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
+    place = tl.where(kept_here, above + tl.minimum(equal, num_equal) - 1, -1)
+    tl.store(out_ptr + place, slots, mask=place >= 0)
+
+
+@triton.jit(
+    do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["entries_ptr", "visible_ptr", "requests_ptr"]
+)
 def _select_entries_kernel(
-    logits_ptr, logits_stride, entries_ptr, visible_ptr, requests_ptr, token_pages_ptr, token_pages_stride, slots_ptr,
-    lengths_ptr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
+    logits_ptr, logits_stride, num_entries, entries_ptr, visible_ptr, requests_ptr, token_pages_ptr,
+    token_pages_stride, slots_ptr, lengths_ptr, LEVELS: tl.constexpr, CHUNK: tl.constexpr, KEPT: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr, KEPT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
+    scores_ptr = logits_ptr + token * logits_stride
+    few = tl.arange(0, FEW)
+    scores = tl.load(scores_ptr + few, mask=few < num_entries, other=0.0)  # at once, before it is known how many count
     request = tl.load(requests_ptr + token).to(tl.int64)
     visible = tl.where(request < 0, 0, tl.load(visible_ptr + token))
     visible = _num_candidates(visible, LEVELS, KEPT, CHUNK)
-    scores_ptr = logits_ptr + token * logits_stride
     entries_ptr += token * logits_stride
     out_ptr = slots_ptr + token * KEPT
     length = tl.minimum(visible, KEPT)
@@ -98,24 +131,17 @@ def _select_entries_kernel(
         entries = _entries_at(entries_ptr, places, places < visible, LEVELS)
         slots = _slots_of(entries, places < visible, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
         tl.store(out_ptr + places, slots, mask=places < KEPT)
+    elif visible <= FEW:
+        _collect_entries(
+            scores, visible, length, entries_ptr, request, token_pages_ptr, token_pages_stride, out_ptr, LEVELS,
+            PAGE_ROWS, FEW, True,
+        )  # fmt: skip
     else:
-        threshold, num_equal = kth_largest(scores_ptr, visible, length, BLOCK)
-        above = tl.zeros((), tl.int32)
-        equal = tl.zeros((), tl.int32)
-        for start in range(0, visible, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            inside = places < visible
-            bits = ordered_bits(tl.load(scores_ptr + places, mask=inside, other=0.0))
-            is_above = (inside & (bits > threshold)).to(tl.int32)
-            is_equal = (inside & (bits == threshold)).to(tl.int32)
-            rank = equal + tl.cumsum(is_equal, axis=0) - is_equal
-            place = tl.where(is_above > 0, above + tl.cumsum(is_above, axis=0) - is_above, KEPT - num_equal + rank)
-            kept = (is_above > 0) | ((is_equal > 0) & (rank < num_equal))
-            entries = _entries_at(entries_ptr, places, kept, LEVELS)
-            slots = _slots_of(entries, kept, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
-            tl.store(out_ptr + place, slots, mask=kept)
-            above += tl.sum(is_above, axis=0)
-            equal += tl.sum(is_equal, axis=0)
+        many = tl.arange(0, MANY)
+        _collect_entries(
+            tl.load(scores_ptr + many, mask=many < visible, other=0.0), visible, length, entries_ptr, request,
+            token_pages_ptr, token_pages_stride, out_ptr, LEVELS, PAGE_ROWS, MANY, False,
+        )  # fmt: skip
 
 
 def _shortlist(
@@ -168,15 +194,17 @@ def select_entries(
     if not num_tokens:
         return slots, lengths
     chunk = max(_CHUNK, 4 * triton.next_power_of_2(num_kept))
-    scores_TC, entries_TC, levels = logits_TS, visible_T, 0
-    while scores_TC.shape[1] > max(_MOST_ENTRIES, chunk):
+    if chunk > MOST_IN_TILE:
+        raise ValueError(f"{num_kept} entries kept: at most {MOST_IN_TILE // 4} can be")
+    scores_TC, entries_TC, levels, most = logits_TS, visible_T, 0, max(_MOST_ENTRIES, chunk)
+    while scores_TC.shape[1] > most:
         scores_TC, entries_TC = _shortlist(
             scores_TC, entries_TC, visible_T, requests_T, level=levels, num_kept=num_kept, chunk=chunk
         )
         levels += 1
     _select_entries_kernel[(num_tokens,)](
-        scores_TC, scores_TC.stride(0), entries_TC, visible_T, requests_T, token_pages_RP, token_pages_RP.stride(0),
-        slots, lengths, LEVELS=levels, CHUNK=chunk, KEPT=num_kept, PAGE_ROWS=page_rows, BLOCK=_BLOCK,
-        KEPT_BLOCK=triton.next_power_of_2(num_kept), num_warps=8,
+        scores_TC, scores_TC.stride(0), scores_TC.shape[1], entries_TC, visible_T, requests_T, token_pages_RP,
+        token_pages_RP.stride(0), slots, lengths, LEVELS=levels, CHUNK=chunk, KEPT=num_kept, PAGE_ROWS=page_rows,
+        FEW=min(_FEW_ENTRIES, most), MANY=most, KEPT_BLOCK=triton.next_power_of_2(num_kept), num_warps=8,
     )  # fmt: skip
     return slots, lengths

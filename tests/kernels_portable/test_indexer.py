@@ -227,6 +227,24 @@ def test_long_rows_at_model_size(entries: int, kept: int) -> None:
     assert slots[0].sort().values.tolist() == expected.sort().values.tolist()
 
 
+@pytest.mark.parametrize("entries", [513, 2048, 2049, 8192])
+@pytest.mark.parametrize("distinct", [1, 5, 3000, 1 << 23])
+def test_selection_is_in_order_of_entries(entries: int, distinct: int) -> None:
+    """In either tile, with ties among the best that end the search early, late or never."""
+    scores = torch.randint(distinct, (2, entries), generator=torch.Generator().manual_seed(distinct)).float()
+    scores[1] = 1 - scores[1]  # that few bits tell apart, around the change of sign
+    slots, lengths, table = _select(scores, [entries, entries], 512, 16)
+    assert lengths.tolist() == [512, 512]
+    for t in range(2):
+        best = scores[t].sort(descending=True, stable=True).indices[:512].sort().values
+        assert slots[t].tolist() == (table[best // 16].long() * 16 + best % 16).tolist()
+
+
+def test_more_than_a_tile_can_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 8192"):
+        _select(torch.zeros(1, 9000), [9000], 8193, 1)
+
+
 def test_no_cliff_where_selection_starts() -> None:
     """As many candidates as are kept, then one more with a hopeless score: the same set."""
     scores = torch.randn(1, 65, generator=torch.Generator().manual_seed(3))
