@@ -17,7 +17,10 @@ from torch import Tensor
 from halocline.kernels_portable.number_codes import split_float32
 from halocline.kernels_portable.target import Target
 
-__all__ = ["MANY_SPLITS", "MixParts", "mix_streams", "mixing_logits", "mixing_scale", "num_mix_splits"]
+__all__ = [
+    "MANY_SPLITS", "MixParts", "logit_parts", "mix_streams", "mixing_logits", "mixing_scale", "num_mix_splits",
+    "scale_of_parts", "square_parts",
+]  # fmt: skip
 
 _TOKENS = 16  # tokens of a program
 _LANES = {torch.bfloat16: 128, torch.float32: 64}  # lanes of a step
@@ -50,10 +53,31 @@ def num_mix_splits(
 
 
 @triton.jit
+def square_parts(squares_ptr, token, num_tokens, SPLITS: tl.constexpr):
+    """Parts (SPLITS,) of the square sum of one token."""
+    return tl.load(squares_ptr + tl.arange(0, SPLITS) * num_tokens + token)
+
+
+@triton.jit
+def scale_of_parts(squares, eps, LANES: tl.constexpr):
+    """One over the root mean square of the streams of one token."""
+    return tl.rsqrt(tl.sum(squares, axis=0) / LANES + eps)
+
+
+@triton.jit
+def logit_parts(
+    logits_ptr, token, num_tokens, FIRST: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Parts (SPLITS, COLUMNS) of the unscaled logits of one token, from row FIRST of the matrix on."""
+    splits = tl.arange(0, SPLITS)[:, None]
+    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
+    return tl.load(logits_ptr + (splits * num_tokens + token) * ROWS + columns)
+
+
+@triton.jit
 def mixing_scale(squares_ptr, token, num_tokens, eps, LANES: tl.constexpr, SPLITS: tl.constexpr):
     """One over the root mean square of the streams of one token."""
-    squares = tl.load(squares_ptr + tl.arange(0, SPLITS) * num_tokens + token)
-    return tl.rsqrt(tl.sum(squares, axis=0) / LANES + eps)
+    return scale_of_parts(square_parts(squares_ptr, token, num_tokens, SPLITS), eps, LANES)
 
 
 @triton.jit
@@ -62,10 +86,7 @@ def mixing_logits(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Logits (COLUMNS,) of one token from row FIRST of the matrix on: summed over the parts, then scaled."""
-    splits = tl.arange(0, SPLITS)[:, None]
-    columns = FIRST + tl.arange(0, COLUMNS)[None, :]
-    parts = tl.load(logits_ptr + (splits * num_tokens + token) * ROWS + columns)
-    return tl.sum(parts, axis=0) * scale
+    return tl.sum(logit_parts(logits_ptr, token, num_tokens, FIRST, COLUMNS, ROWS, SPLITS), axis=0) * scale
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

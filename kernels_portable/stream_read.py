@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from halocline.kernels_portable.stream_mix import mix_streams, mixing_logits, mixing_scale
+from halocline.kernels_portable.stream_mix import logit_parts, mix_streams, scale_of_parts, square_parts
 
 __all__ = ["read_streams"]
 
@@ -33,30 +33,42 @@ def _read_streams_kernel(
     ROUNDS: tl.constexpr, SPLITS: tl.constexpr, N: tl.constexpr, HIDDEN: tl.constexpr, PARTS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """The last program of a token computes what is written back, the others parts of the site's input."""
+    """The last two programs of a token compute what is written back, the others parts of the site's input.
+
+    Each asks for all that it reads before it waits for any of it. The Sinkhorn rounds take longest and wait for nobody.
+    """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     ROWS: tl.constexpr = (2 + N) * N
     stream = tl.arange(0, N)
+    squares = square_parts(squares_ptr, token, num_tokens, SPLITS)
     if part < PARTS:
         lanes = part * LANES + tl.arange(0, LANES)
-        inside = (lanes < HIDDEN)[None, :]
         old = tl.load(
-            streams_ptr + token * (N * HIDDEN) + stream[:, None] * HIDDEN + lanes[None, :], mask=inside, other=0.0
-        )
-        scale = mixing_scale(squares_ptr, token, num_tokens, norm_eps, N * HIDDEN, SPLITS)
-        logits = mixing_logits(logits_ptr, scale, token, num_tokens, 0, N, ROWS, SPLITS)
-        pre = tl.sigmoid(logits * tl.load(scale_ptr) + tl.load(base_ptr + stream)) + hc_eps
+            streams_ptr + token * (N * HIDDEN) + stream[:, None] * HIDDEN + lanes[None, :],
+            mask=(lanes < HIDDEN)[None, :], other=0.0,
+        )  # fmt: skip
+        pre = logit_parts(logits_ptr, token, num_tokens, 0, N, ROWS, SPLITS)
+        pre_gain = tl.load(scale_ptr)
+        pre_base = tl.load(base_ptr + stream)
+        scale = scale_of_parts(squares, norm_eps, N * HIDDEN)
+        pre = tl.sigmoid(tl.sum(pre, axis=0) * scale * pre_gain + pre_base) + hc_eps
         x = tl.sum(pre[:, None] * old.to(tl.float32), axis=0)
         tl.store(x_ptr + token * HIDDEN + lanes, x.to(x_ptr.dtype.element_ty), mask=lanes < HIDDEN)
-    else:
-        scale = mixing_scale(squares_ptr, token, num_tokens, norm_eps, N * HIDDEN, SPLITS)
-        post = mixing_logits(logits_ptr, scale, token, num_tokens, N, N, ROWS, SPLITS)
-        comb = tl.reshape(mixing_logits(logits_ptr, scale, token, num_tokens, 2 * N, N * N, ROWS, SPLITS), (N, N))
-        post = 2 * tl.sigmoid(post * tl.load(scale_ptr + 1) + tl.load(base_ptr + N + stream))
+    elif part == PARTS:
+        post = logit_parts(logits_ptr, token, num_tokens, N, N, ROWS, SPLITS)
+        post_gain = tl.load(scale_ptr + 1)
+        post_base = tl.load(base_ptr + N + stream)
+        scale = scale_of_parts(squares, norm_eps, N * HIDDEN)
+        post = 2 * tl.sigmoid(tl.sum(post, axis=0) * scale * post_gain + post_base)
         tl.store(post_ptr + token * N + stream, post)
+    else:
         cell = stream[:, None] * N + stream[None, :]
-        comb = comb * tl.load(scale_ptr + 2) + tl.load(base_ptr + 2 * N + cell)
+        comb = logit_parts(logits_ptr, token, num_tokens, 2 * N, N * N, ROWS, SPLITS)
+        comb_gain = tl.load(scale_ptr + 2)
+        comb_base = tl.load(base_ptr + 2 * N + cell)
+        scale = scale_of_parts(squares, norm_eps, N * HIDDEN)
+        comb = tl.reshape(tl.sum(comb, axis=0) * scale, (N, N)) * comb_gain + comb_base
         comb = tl.exp(comb - tl.max(comb, axis=1)[:, None])
         comb = comb / tl.sum(comb, axis=1)[:, None] + hc_eps
         tl.store(comb_ptr + token * (N * N) + cell, _sinkhorn(comb, hc_eps, ROUNDS))
@@ -100,7 +112,7 @@ def read_streams(
         parts = mix_streams(streams_TND, fn_MC, num_splits=num_splits)
         lanes = min(_LANES, triton.next_power_of_2(hidden))
         num_parts = triton.cdiv(hidden, lanes)
-        _read_streams_kernel[(num_tokens, num_parts + 1)](
+        _read_streams_kernel[(num_tokens, num_parts + 2)](
             streams_TND, parts.logits_STM, parts.squares_ST, base_M, scale_3, x, post, comb, num_tokens, norm_eps,
             hc_eps, ROUNDS=sinkhorn_iterations, SPLITS=num_splits, N=n, HIDDEN=hidden,
             PARTS=num_parts, LANES=lanes, num_warps=4,
