@@ -257,6 +257,10 @@ _DENSE = (
     _tilelang(
         "gemm.linear", weights=_PLAIN_AND_FP8, semantics=_LINEAR, prepare="gemm_tilelang:prepare_linear_tilelang",
     ),
+    _row(
+        "collective.all_reduce", "symm_mem", TRITON, 70, compute=_ANY, traits={"world_size": tuple(range(2, 9))},
+        jit=True, status="not_run",
+    ),
     *(_collective(op) for op in ("all_gather", "all_reduce", "all_to_all", "broadcast")),
     _triton("sampling.sample"),
 )  # fmt: skip
