@@ -240,7 +240,7 @@ _STREAMS = (
 def _collective(op: str) -> KernelSpec:
     """An exchange by torch.distributed, whose library is NCCL."""
     return _row(
-        f"collective.{op}", "nccl", (), 60, home=_SHARED, code="torch", status="not_run", compute=_ANY,
+        f"collective.{op}", "nccl", (), 60, home=_SHARED, code="torch", status=_RUN, compute=_ANY,
         graph_safe=op != "all_to_all",
     )  # fmt: skip
 

@@ -33,6 +33,7 @@ from halocline.kernels_portable.row_plan import plan_blocks, plan_window
 from halocline.kernels_portable.row_reader import read_rows
 from halocline.kernels_portable.row_writer import write_rows
 from halocline.kernels_portable.sampling_pick import sample_tokens
+from halocline.kernels_portable.shared_sum import shared_sum_
 from halocline.kernels_portable.sparse_attention import (
     SelectedRows,
     attention_tiles,
@@ -350,6 +351,11 @@ def _schedule(arch: Arch) -> None:
         split_schedule(ints(128), other, num_parts=arch.target.num_processors)
 
 
+def _shared_sum(arch: Arch) -> None:
+    for rank, dtype in enumerate((BF16, F32)) if arch.serves_nvidia_libraries else ():
+        shared_sum_(empty(1, 4096, dtype=dtype), empty(2, dtype=I64), ints(128), rank=rank, capacity=1 << 20)
+
+
 def _routers(arch: Arch) -> None:
     for experts in (256, 384):
         route_by_score(empty(8, experts, dtype=F32), empty(experts, dtype=F32), num_chosen=6, scale=1.5)
@@ -391,6 +397,7 @@ for _experts_held, _tokens in ((2, 1), (256, 1), (256, 4096), (384, 128)):
     case(f"pairs-e{_experts_held}-t{_tokens}", _pairs, _experts_held, _tokens)
 case("scales-by-group", _scales_by_group)
 case("schedule", _schedule)
+case("shared-sum", _shared_sum)
 case("routers", _routers)
 case("round_activation", lambda arch: round_activation(empty(8, 4096)))
 case("swiglu", lambda arch: swiglu(empty(8, 4096), limit=10.0))
