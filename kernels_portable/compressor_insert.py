@@ -69,7 +69,7 @@ def _tile(num_tokens: int, lanes: int, span: int, is_shared: bool) -> _Tile:
     """A tile that registers can hold; the fewer tokens, the more programs share a block."""
     if not is_shared:
         return _Tile(lanes, min(span, _CHUNK), 4 if span * lanes <= 1024 else 8 if span <= _CHUNK else 16)
-    block = min(lanes, 32 if num_tokens <= 16 else 128)
+    block = min(lanes, 32 if num_tokens <= 32 else 128)
     return _Tile(block, min(span, 4096 // block), 8)
 
 
