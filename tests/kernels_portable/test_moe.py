@@ -117,7 +117,8 @@ def test_alignment_is_stable_and_padded(tokens: int, experts: int, rows: int) ->
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts"), [(1, 1), (5, 2), (1, 3), (2, 4), (1, 8), (37, 8), (300, 12), (600, 5), (40, 256)]
+    ("tokens", "experts"),
+    [(1, 1), (5, 2), (1, 3), (2, 4), (1, 8), (21, 8), (22, 8), (37, 8), (300, 12), (600, 5), (2, 256), (40, 256)],
 )
 def test_order_of_pairs_is_the_stable_one(tokens: int, experts: int) -> None:
     """Pairs of other ranks have no place; the tables of blocks are those of a loop over experts."""
