@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["two_decode"]
 
 _KERNELS_SHOWN = 25
+_EAGER_ROUNDS = 3  # where the host launches every kernel of a step
 
 
 def two_decode(rows: Rows, options: argparse.Namespace) -> None:
@@ -92,7 +93,8 @@ class _Decode:
         params = {**self._params, "batch": batch, "context": self._context, "graph": self._rank.mode.captures}
         self._experts(step, params)
         replay, finite = self._prepared(step)
-        times = self._rank.slowest(replay, rounds=self._options.sizes.rounds)
+        rounds = self._options.sizes.rounds if self._rank.mode.captures else _EAGER_ROUNDS
+        times = self._rank.slowest(replay, rounds=rounds)
         roof = best_step(self._config, batch=batch, context=self._context, world=self._rank.parallel.sizes.world)
         value, serial = device_clock.median(times), roof.serial * 1e3
         share = round(serial / value, 4)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,13 +50,13 @@ def folder_of(options: argparse.Namespace) -> Path:
 def two_make(rows: Rows, options: argparse.Namespace) -> None:
     """`halocline make-model --on-device --workers N`: the whole depth, or as many layers as there is room for."""
     with rows.guard("two_make"):
-        _make(rows, options, folder_of(options), options.layers, workers=2 if options.tiny else _WORKERS)
+        _make(rows, options, folder_of(options), workers=2 if options.tiny else _WORKERS)
 
 
-def _make(rows: Rows, options: argparse.Namespace, folder: Path, layers: int | None, *, workers: int) -> None:
+def _make(rows: Rows, options: argparse.Namespace, folder: Path, *, workers: int) -> None:
     name = "vendor-tiny" if options.tiny else options.preset
     shutil.rmtree(folder, ignore_errors=True)
-    asked = layers or preset(name).num_hidden_layers
+    asked = options.layers or preset(name).num_hidden_layers
     layers = _layers_with_room(folder.parent, name, asked)
     params = {"preset": name, "layers": layers, "asked": asked, "workers": workers}
     shards = min(_SHARDS, 12 * workers)
@@ -138,19 +138,14 @@ def _free_memory() -> int:
 
 
 def two_generate(rows: Rows, options: argparse.Namespace) -> None:
-    """`halocline generate --gpus 2`: starts its ranks, answers, ends; on a model of so many layers if asked for."""
-    folder, more = folder_of(options), list[str]()
-    with rows.guard("two_generate"), ExitStack() as stack:
-        if options.layers:
-            folder = folder.with_name(f"{folder.name}-{options.layers}")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            _make(rows, options, folder, options.layers, workers=2)
-            more = ["--cache-bytes", str(_SMALL_CACHES if options.tiny else _CACHES)]  # others use the devices, too
+    """`halocline generate --gpus 2` on the model of `two_make`: starts its ranks, answers, ends."""
+    folder = folder_of(options)
+    with rows.guard("two_generate"):
         layers = _layers_of(folder)
         command = [sys.executable, "-m", "halocline", "generate", "--model", str(folder), "--gpus", "2", "--json"]
         command += ["--prompt-ids", "0 " + " ".join(str(4 + i % 200) for i in range(300)), "--temperature", "0"]
         command += ["--max-new-tokens", str(_tokens(options)), "--max-context", str(_context(options))]
-        command += more
+        command += ["--cache-bytes", str(_SMALL_CACHES if options.tiny else _CACHES)]
         begun = time.monotonic()
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         sys.stdout.write(done.stderr)

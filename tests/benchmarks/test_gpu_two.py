@@ -107,9 +107,9 @@ def test_what_fails_in_a_rank_is_a_row_and_ends_both(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_is_made_generated_from_and_served(tmp_path: Path) -> None:
     run(tmp_path, "two_make")
-    run(tmp_path, "two_generate", "--layers", "2")
+    run(tmp_path, "two_generate")
     rows = run(tmp_path, "two_serve")
-    assert [row["params"]["layers"] for row in named(rows, "two_make.seconds_in_all")] == [5, 2]
+    assert [row["params"]["layers"] for row in named(rows, "two_make.seconds_in_all")] == [5]
     (tokens,) = named(rows, "two_generate.tokens")
     assert tokens["value"] == tokens["params"]["asked"]
     (ended,) = named(rows, "two_serve.ended")
@@ -117,7 +117,6 @@ def test_a_model_is_made_generated_from_and_served(tmp_path: Path) -> None:
     assert ended["params"]["left"] == []
     assert [row["params"]["at_once"] for row in named(rows, "two_serve.rate")] == [1, 8]
     assert (tmp_path / "halocline-two" / "config.json").is_file()
-    assert not (tmp_path / "halocline-two-2").exists()
     assert "ready" in tables(rows)["Two GPUs: seconds of a server's start"]
     assert shared_facts(rows)["commit"] == "c"
 
