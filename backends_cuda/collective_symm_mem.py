@@ -36,7 +36,7 @@ __all__ = ["all_reduce_symm_mem", "most_bytes"]
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20  # from all others together, up to which one reading of everything is faster than a ring
-_POLLS_OF_A_TRIAL = 1 << 20  # about a second
+_POLLS_OF_A_TRIAL = 1 << 22  # a few seconds
 _TRIALS = 4  # both copies twice
 _KINDS = (torch.bfloat16, torch.float32)
 
