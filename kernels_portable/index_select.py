@@ -79,32 +79,21 @@ def _entries_at(entries_ptr, places, mask, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _collect_entries(
-    scores, visible, kept, entries_ptr, request, token_pages_ptr, token_pages_stride, out_ptr, LEVELS: tl.constexpr,
-    PAGE_ROWS: tl.constexpr, SIZE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """Stores the slots of the `kept` best of a tile of scores, in order of entries.
+def _store_kept(bits, inside, slots, threshold, settled, num_equal, before, out_ptr):
+    """Stores the slots of kept entries in their order, ties to the lowest.
 
-    EARLY asks for pages before it is known whose are needed: they are there in time, at the cost of registers.
+    `before` counts those of lower entries that are above the threshold, and in its high half those equal to it. Returns
+    the counts behind the last entry of this tile.
     """
-    places = tl.arange(0, SIZE)
-    inside = places < visible
-    if EARLY:
-        entries = _entries_at(entries_ptr, places, inside, LEVELS)
-        slots = _slots_of(entries, inside, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
-    bits = tl.where(inside, ordered_bits(scores), 0)
-    threshold, settled, num_equal = kth_largest_of_tile(bits, kept, SIZE)
     is_above = (bits & settled) > threshold
     is_equal = inside & ((bits & settled) == threshold)
-    ranks = tl.cumsum(is_above.to(tl.uint32) + (is_equal.to(tl.uint32) << 16), axis=0)
+    ranks = before + tl.cumsum(is_above.to(tl.uint32) + (is_equal.to(tl.uint32) << 16), axis=0)
     above = (ranks & 65535).to(tl.int32)
     equal = (ranks >> 16).to(tl.int32)
-    kept_here = is_above | (is_equal & (equal <= num_equal))
-    if not EARLY:
-        entries = _entries_at(entries_ptr, places, kept_here, LEVELS)
-        slots = _slots_of(entries, kept_here, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
-    place = tl.where(kept_here, above + tl.minimum(equal, num_equal) - 1, -1)
+    is_kept = is_above | (is_equal & (equal <= num_equal))
+    place = tl.where(is_kept, above + tl.minimum(equal, num_equal) - 1, -1)
     tl.store(out_ptr + place, slots, mask=place >= 0)
+    return tl.max(ranks, axis=0)
 
 
 @triton.jit(
@@ -132,16 +121,26 @@ def _select_entries_kernel(
         slots = _slots_of(entries, places < visible, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
         tl.store(out_ptr + places, slots, mask=places < KEPT)
     elif visible <= FEW:
-        _collect_entries(
-            scores, visible, length, entries_ptr, request, token_pages_ptr, token_pages_stride, out_ptr, LEVELS,
-            PAGE_ROWS, FEW, True,
-        )  # fmt: skip
+        inside = few < visible
+        # What the end needs is asked for first, so that it is there when the threshold is known.
+        entries = _entries_at(entries_ptr, few, inside, LEVELS)
+        slots = _slots_of(entries, inside, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
+        bits = tl.where(inside, ordered_bits(scores), 0)
+        threshold, settled, num_equal = kth_largest_of_tile(bits, length, FEW)
+        _store_kept(bits, inside, slots, threshold, settled, num_equal, tl.zeros((), tl.uint32), out_ptr)
     else:
         many = tl.arange(0, MANY)
-        _collect_entries(
-            tl.load(scores_ptr + many, mask=many < visible, other=0.0), visible, length, entries_ptr, request,
-            token_pages_ptr, token_pages_stride, out_ptr, LEVELS, PAGE_ROWS, MANY, False,
-        )  # fmt: skip
+        all_scores = tl.load(scores_ptr + many, mask=many < visible, other=0.0)
+        all_bits = tl.where(many < visible, ordered_bits(all_scores), 0)
+        threshold, settled, num_equal = kth_largest_of_tile(all_bits, length, MANY)
+        before = tl.zeros((), tl.uint32)
+        for start in range(0, visible, FEW):  # anew from a cache: registers hold one of the two
+            places = start + few
+            inside = places < visible
+            bits = tl.where(inside, ordered_bits(tl.load(scores_ptr + places, mask=inside, other=0.0)), 0)
+            entries = _entries_at(entries_ptr, places, inside, LEVELS)
+            slots = _slots_of(entries, inside, request, token_pages_ptr, token_pages_stride, PAGE_ROWS)
+            before = _store_kept(bits, inside, slots, threshold, settled, num_equal, before, out_ptr)
 
 
 def _shortlist(
