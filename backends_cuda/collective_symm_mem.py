@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,9 +27,6 @@ from halocline.backends_triton.collective_torch import all_reduce_torch
 from halocline.hal.op import implements
 from halocline.hal.ops.collective import ProcessGroup, all_reduce
 from halocline.kernels_portable.shared_sum import CHUNK_BYTES, MOST_RANKS, POLLS, shared_bytes, shared_sum_
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup as Handle
 
 __all__ = ["all_reduce_symm_mem", "most_bytes"]
 
@@ -102,7 +99,7 @@ def _shared_memory(group: ProcessGroup, device: torch.device) -> _SharedMemory |
 def _open(group: ProcessGroup, device: torch.device) -> _SharedMemory | None:
     """Makes and tries it; every rank comes to the same answer."""
     assert group.handle is not None
-    own = _Place(_host(), device.index, _refusal(group.handle, group.size, device))
+    own = _Place(_host(), device.index, _refusal(group, device))
     reason = _obstacle(_of_all(own, group), group.rank)
     shared = None
     if not any(_of_all(reason, group)):
@@ -133,15 +130,16 @@ def _host() -> str:
     return f"{socket.gethostname()}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
-def _refusal(handle: Handle, size: int, device: torch.device) -> str:
+def _refusal(group: ProcessGroup, device: torch.device) -> str:
     """Why this rank alone knows that there is none."""
+    import torch.distributed as dist
+
     if device.type != "cuda":
         return f"its tensors are on {device.type}"
-    if size > MOST_RANKS:
-        return f"{size} ranks, of at most {MOST_RANKS}"
-    if handle.name() != "nccl":
-        return f"its group is one of {handle.name()}"
-    return ""
+    if group.size > MOST_RANKS:
+        return f"{group.size} ranks, of at most {MOST_RANKS}"
+    library = dist.get_backend(group.handle)
+    return f"its group is one of {library}" if library != "nccl" else ""
 
 
 def _obstacle(places: Sequence[_Place], rank: int) -> str:
@@ -156,8 +154,14 @@ def _obstacle(places: Sequence[_Place], rank: int) -> str:
     if len({place.device for place in places}) < len(places):
         return "ranks see their devices under the same number"
     others = [place.device for number, place in enumerate(places) if number != rank]
-    hidden = [other for other in others if not torch.cuda.can_device_access_peer(own.device, other)]
+    hidden = [other for other in others if not _sees(own.device, other)]
     return f"device {own.device} does not see the memory of {hidden}" if hidden else ""
+
+
+def _sees(own: int | None, other: int | None) -> bool:
+    """Whether one device reads the memory of another; a process may have been given a part of the devices only."""
+    assert own is not None and other is not None, "a tensor on a GPU knows which"
+    return other < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, other)
 
 
 def _share(group: ProcessGroup, device: torch.device) -> _SharedMemory:

@@ -36,7 +36,7 @@ _KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 @triton.jit
 def _shared_sum_kernel(
     x_ptr, addresses_ptr, calls_ptr, num_elements, most_polls, CAPACITY: tl.constexpr, RANK: tl.constexpr,
-    RANKS: tl.constexpr, FLAGS: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr,
+    RANKS: tl.constexpr, MOST: tl.constexpr, FLAGS: tl.constexpr, LANES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     lanes = block * LANES + tl.arange(0, LANES)
@@ -47,7 +47,7 @@ def _shared_sum_kernel(
     own = tl.load(addresses_ptr + RANK)
     tl.store(tl.multiple_of(own.to(tl.pointer_type(KIND)), 16) + copy, x, mask=inside)
     tl.debug_barrier()  # the stores of all threads come before the flag
-    flags = 2 * CAPACITY * KIND.primitive_bitwidth // 32 + block * FLAGS
+    flags = FLAGS + block * MOST
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             there = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int32)) + flags
@@ -106,7 +106,8 @@ def shared_sum_(
         CAPACITY=capacity // x_S.element_size(),
         RANK=rank,
         RANKS=addresses_R.shape[0],
-        FLAGS=MOST_RANKS,
+        MOST=MOST_RANKS,
+        FLAGS=2 * capacity // 4,  # numbers of four bytes before the first
         LANES=CHUNK_BYTES // x_S.element_size(),
         KIND=_KINDS[x_S.dtype],
         num_warps=16,

@@ -18,7 +18,7 @@ from halocline.backends_cuda.collective_symm_mem import (
     all_reduce_symm_mem,
     most_bytes,
 )
-from halocline.hal.process_group import ALONE
+from halocline.hal.process_group import ALONE, TorchGroup
 
 SCRIPT = Path(__file__).with_name("symm_mem_ranks.py")
 
@@ -65,14 +65,6 @@ def test_without_shared_memory_one_line_says_why(tmp_path: Path, task: str, reas
 # ---- reasons --------------------------------------------------------------------------------------------------------
 
 
-class Handle:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def name(self) -> str:
-        return self._name
-
-
 @pytest.mark.parametrize(
     ("name", "size", "device", "reason"),
     [
@@ -82,18 +74,23 @@ class Handle:
         ("gloo", 2, "cpu", "its tensors are on cpu"),
     ],
 )
-def test_a_rank_knows_what_speaks_against_it(name: str, size: int, device: str, reason: str) -> None:
-    assert _refusal(Handle(name), size, torch.device(device)) == reason  # type: ignore[arg-type]
+def test_a_rank_knows_what_speaks_against_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, size: int, device: str, reason: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda _: name)
+    assert _refusal(TorchGroup(size), torch.device(device)) == reason
 
 
 def test_places_that_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = {(0, 1), (1, 0), (2, 0)}
+    seen = {(0, 1), (1, 0), (2, 0), (0, 3)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: (own, other) in seen)
     assert _obstacle([_Place("a", 0, ""), _Place("a", 1, "")], 1) == ""
     assert _obstacle([_Place("a", 0, ""), _Place("b", 1, "")], 1) == "the ranks are on 2 hosts"
     assert _obstacle([_Place("a", 0, ""), _Place("a", 0, "")], 1) == "ranks see their devices under the same number"
     three = [_Place("a", 0, ""), _Place("a", 1, ""), _Place("a", 2, "")]
     assert _obstacle(three, 2) == "device 2 does not see the memory of [1]"
+    assert _obstacle([_Place("a", 0, ""), _Place("a", 3, "")], 0) == "device 0 does not see the memory of [3]"
     assert _obstacle([_Place("a", 0, "no"), _Place("a", 1, "")], 1) == "", "the other rank says it"
 
 
