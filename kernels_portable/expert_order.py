@@ -19,7 +19,8 @@ from halocline.kernels_portable.expert_alignment import count_pairs, histogram_b
 __all__ = ["BLOCK_SIZES", "PairOrder", "order_pairs"]
 
 BLOCK_SIZES = (16, 32, 64, 128)  # rows of a block, ascending powers of two
-_FEW_PAIRS = 64  # that one warp orders: none of its many sums waits for other warps
+_FEW_PAIRS = 64  # for which a step is smaller still
+_MOST_OF_A_WARP = 256  # pairs that one warp orders: none of its many sums waits for other warps
 
 
 class PairOrder(NamedTuple):
@@ -123,10 +124,10 @@ def order_pairs(ids_TK: Tensor, weights_TK: Tensor, *, num_experts: int) -> Pair
         starts_SE=integers(1 + len(BLOCK_SIZES), _whole(num_experts + 1))[:, : num_experts + 1],
         blocks_SB=integers(len(BLOCK_SIZES), num_blocks),
     )
-    is_few = num_pairs <= _FEW_PAIRS
+    block = _FEW_PAIRS if num_pairs <= _FEW_PAIRS else pairs_of_a_step(num_pairs)
     _order_pairs_kernel[(num_experts,)](
         ids_TK, weights_TK, *found, num_pairs, num_blocks, EXPERTS=num_experts, BINS=histogram_bins(num_experts),
-        STARTS=_whole(num_experts + 1), SMALLEST=smallest, SIZES=len(BLOCK_SIZES),
-        BLOCK=_FEW_PAIRS if is_few else pairs_of_a_step(num_pairs), num_warps=1 if is_few else 4,
+        STARTS=_whole(num_experts + 1), SMALLEST=smallest, SIZES=len(BLOCK_SIZES), BLOCK=block,
+        num_warps=1 if block <= _MOST_OF_A_WARP else 4,
     )  # fmt: skip
     return found
