@@ -142,7 +142,7 @@ def _tilelang(
     """A portable tilelang kernel: below all others, there for whoever wants to see what AMD devices can be given."""
     return _row(
         op, "tilelang", TILELANG, 15, home=_SHARED, archs=_HOPPER, weights=weights, semantics=semantics, traits=traits,
-        prepare=prepare, jit=True, status="not_run",
+        prepare=prepare, jit=True, status=_RUN,
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ _INDEXER = (
     # timed alone in a graph, at 10 us with its start, and never beside ours.
     _row(
         "indexer.prepare_query", "sgl_kernel", SGL_KERNEL, 15, archs=_HOPPER_UP, traits={"index_width": (128,)},
-        semantics={**_ROPE, "index_query": ("fp8_row",), "fp8_dialect": ("ocp",)}, status="not_run",
+        semantics={**_ROPE, "index_query": ("fp8_row",), "fp8_dialect": ("ocp",)}, status=_RUN,
     ),
     _triton(
         "indexer.prepare_query",
@@ -231,8 +231,8 @@ _STREAMS = (
     _tilelang("hyper_connection.write", traits={"num_streams": (4,)}),
     _triton("hyper_connection.head"),
     # One kernel under two names, below ours for the reason of sgl_kernel's index query.
-    _row("norm.rms_norm", "sgl_kernel", SGL_KERNEL, 15, archs=_HOPPER_UP, status="not_run"),
-    _row("norm.rms_norm", "flashinfer", FLASHINFER, 10, archs=_HOPPER_UP, jit=True, status="not_run"),
+    _row("norm.rms_norm", "sgl_kernel", SGL_KERNEL, 15, archs=_HOPPER_UP, status=_RUN),
+    _row("norm.rms_norm", "flashinfer", FLASHINFER, 10, archs=_HOPPER_UP, jit=True, status=_RUN),
     _triton("norm.rms_norm"),
 )  # fmt: skip
 
@@ -259,7 +259,7 @@ _DENSE = (
     ),
     _row(
         "collective.all_reduce", "symm_mem", TRITON, 70, compute=_ANY, traits={"world_size": tuple(range(2, 9))},
-        jit=True, status="not_run",
+        jit=True, status=_RUN,
     ),
     *(_collective(op) for op in ("all_gather", "all_reduce", "all_to_all", "broadcast")),
     _triton("sampling.sample"),

@@ -48,6 +48,7 @@ def shared_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _keep(rows: Sequence[dict[str, Any]], path: Path) -> int:
     kept = [{key: row[key] for key in _KEPT} for row in latest(rows) if _is_quoted(row)]
     for row in kept:
+        row["params"] = {name: value for name, value in row["params"].items() if name != "said"}  # words of programs
         if row["unit"] == "error":  # what follows is the place in a checkout
             row["value"] = row["value"].partition("\n")[0].partition(" | ")[0]
     kept.sort(key=lambda row: (row["name"], json.dumps(row["params"], sort_keys=True)))
