@@ -8,7 +8,8 @@ launches and its sum over a token's experts a tile of 64 tokens, so that both ar
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -31,6 +32,7 @@ from halocline.kernels_portable.swiglu import swiglu
 __all__ = ["TritonKernelsExperts", "experts_triton_kernels", "prepare_experts_triton_kernels"]
 
 _WHOLE_BLOCKS = 16
+_PART_BYTES = 64 << 20  # of a stack that are converted at a time
 _STEP_SCALES = 4  # scales of a step over K: the library reads them whole, also behind the last one
 _WARPS = 4  # of a program, which then has 128 output lanes: few experts occupy more of the device than with 8
 _MANY_ROWS = 64  # of an expert on average; with more, the library takes tiles of 128 rows
@@ -76,17 +78,42 @@ def _convert(weight: Weight, out_dtype: torch.dtype) -> tuple[Any, Any]:
     if weight.format is not WeightFormat.MXFP4 or weight.scale is None:
         raise ShapeError(f"experts in {weight.format.value}: triton_kernels is bound for mxfp4")
     library = _library()
-    convert, wrap = library.tensors.convert_layout, library.tensors.wrap_torch_tensor
     layout, options = library.layouts.make_default_matmul_mxfp4_w_layout(mx_axis=1)
     scale_layout, scale_options = library.layouts.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=_WARPS)
     codes = weight.data.contiguous().view(torch.uint8).transpose(-2, -1)
     scales = weight.scale.contiguous().view(torch.uint8)
     scales = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % _STEP_SCALES)).transpose(-2, -1)
-    data = convert(wrap(codes, dtype=library.tensors.FP4), layout, **options)
-    scale = convert(wrap(scales), scale_layout, **scale_options)
+    data = _in_layout(library.tensors, codes, library.tensors.FP4, layout, options)
+    scale = _in_layout(library.tensors, scales, torch.uint8, scale_layout, scale_options)
     products = library.products
     flex = products.FlexCtx(rhs_data=library.plain())
     return data, products.PrecisionConfig(weight_scale=scale, flex_ctx=flex, out_dtype=out_dtype)
+
+
+def _in_layout(tensors: Any, stored_EKN: Tensor, dtype: Any, layout: Any, options: Mapping[str, Any]) -> Any:
+    """What the library's `convert_layout` makes of a stack of bytes, made of a few experts at a time.
+
+    The library keeps each byte as an int32 several times over on the way: 20 GiB for the gate and up matrices of a
+    Flash layer. Its layouts treat each expert by itself, so that parts put side by side are the same bytes. Beside the
+    stack and the result this takes at most ten times `_PART_BYTES`, or ten times an expert if that is more.
+    """
+    num_experts = stored_EKN.shape[0]
+    step = max(1, _PART_BYTES // stored_EKN[0].numel())
+
+    def converted(first: int) -> Tensor:
+        few = tensors.wrap_torch_tensor(stored_EKN[first : first + step], dtype=dtype)
+        part: Tensor = tensors.convert_layout(few, layout, **options).storage.data
+        return part
+
+    part = converted(0)
+    # As the library leaves a whole stack: experts one behind the other, lanes of each in an order of its own.
+    whole = part.new_empty_strided((num_experts, *part.shape[1:]), (part[0].numel(), *part.stride()[1:]))
+    whole[:step] = part
+    del part
+    for first in range(step, num_experts, step):
+        whole[first : first + step] = converted(first)
+    storage = tensors.Storage(whole, layout(stored_EKN.shape, **options))
+    return replace(tensors.wrap_torch_tensor(stored_EKN, dtype=dtype), storage=storage)
 
 
 @implements(prepare_experts)

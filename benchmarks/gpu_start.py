@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["child", "start"]
 
-_PROMPT, _POSITIONS, _STEP_TOKENS = 256, 4096, 2048
+_PROMPT, _POSITIONS, _STEP_TOKENS, _REQUESTS = 256, 4096, 2048, 32
+_CACHE_BYTES = 2**30  # a request of the longest context, and graphs of all sizes, for as many layers as fit
 _MARK = "start: "
 
 
@@ -81,8 +82,15 @@ def child(_rows: Rows, options: argparse.Namespace) -> None:
     laps.lap("first token")
     if request.error is not None:
         raise RuntimeError(request.error)
-    gib = round(torch.cuda.memory_allocated() / 2**30, 1) if on_gpu else 0.0
-    facts = {"begun": begun, "seconds": laps.seconds, "layers": layers, "prompt": _PROMPT, "GiB": gib}
+    held, most = (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) if on_gpu else (0, 0)
+    facts = {
+        "begun": begun,
+        "seconds": laps.seconds,
+        "layers": layers,
+        "prompt": _PROMPT,
+        "GiB": round(held / 2**30, 1),
+        "most GiB": round(most / 2**30, 1),
+    }
     sys.stdout.write(_MARK + json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -106,11 +114,12 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
         first_layers(options.sizes.flash, layers), kernel_flags(options.sets[0]), max_positions=_POSITIONS
     )
     device_clock.settle()
+    device_clock.release()
     laps.lap("kernels and weights")
     model: CausalModel = cast("CausalModel", network)
     config = EngineConfig(
-        cache_bytes=2**30 if table.device.is_gpu else 2**27,
-        max_requests=32,
+        cache_bytes=_CACHE_BYTES if table.device.is_gpu else 2**27,
+        max_requests=_REQUESTS,
         max_positions=_POSITIONS,
         max_step_tokens=_STEP_TOKENS,
         graph_sizes=options.sizes.graph_sizes,

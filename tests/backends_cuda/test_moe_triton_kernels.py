@@ -35,6 +35,63 @@ class Blocks:
         return [16, 32, 64, 128]
 
 
+@dataclass
+class Layout:
+    """Lanes over K of each expert from the last to the first, K fastest in memory, and a few bytes of room behind N."""
+
+    initial_shape: torch.Size
+    mx_axis: int
+
+    def swizzle_data(self, data_EKN: Tensor) -> Tensor:
+        return torch.nn.functional.pad(data_EKN.flip(-2), (0, 3)).mT.contiguous().mT
+
+    def unswizzle_data(self, data_EKM: Tensor) -> Tensor:
+        return data_EKM[..., : self.initial_shape[-1]].flip(-2)
+
+
+@dataclass
+class Storage:
+    data: Tensor
+    layout: Layout | None = None
+
+
+@dataclass
+class Stored:
+    """The library's `Tensor`."""
+
+    storage: Storage
+    dtype: Any
+    shape: list[int]
+    shape_max: list[int]
+
+    def values(self) -> Tensor:
+        assert self.storage.layout is not None
+        return self.storage.layout.unswizzle_data(self.storage.data)
+
+
+class Tensors:
+    """`triton_kernels.tensor`; it notes how many experts it converts at a time."""
+
+    FP4 = "fp4"
+    RaggedTensorMetadata: Any = Blocks
+    Storage = Storage
+
+    def __init__(self) -> None:
+        self.converted: list[int] = []
+
+    @staticmethod
+    def wrap_torch_tensor(data: Tensor, dtype: Any = None) -> Stored:
+        shape = list(data.shape)
+        shape[data.stride().index(1)] *= 2 if dtype == "fp4" else 1
+        return Stored(Storage(data), dtype or data.dtype, shape, list(shape))
+
+    def convert_layout(self, tensor: Stored, layout: type[Layout], **options: int) -> Stored:
+        data = tensor.storage.data
+        self.converted.append(len(data))
+        found = layout(data.shape, **options)
+        return Stored(Storage(found.swizzle_data(data), found), tensor.dtype, tensor.shape, tensor.shape_max)
+
+
 class Products:
     """`matmul_ogs` over rows that are sorted by expert; it may gather on the way in."""
 
@@ -48,10 +105,10 @@ class Products:
 
     @staticmethod
     def matmul_ogs(
-        x: Tensor, w: Tensor, bias: None, routed: Any, *, gather_indx: Any = None, precision_config: Any
+        x: Tensor, w: Stored, bias: None, routed: Any, *, gather_indx: Any = None, precision_config: Any
     ) -> Tensor:
-        codes = decode_e2m1(w.transpose(-2, -1).contiguous())
-        scales = precision_config.weight_scale.transpose(-2, -1)
+        codes = decode_e2m1(w.values().transpose(-2, -1).contiguous())
+        scales = precision_config.weight_scale.values().transpose(-2, -1)
         assert scales.shape[-1] % 4 == 0  # a step over K reads four
         used = codes.shape[-1] // 32
         assert not scales[..., used:].any()
@@ -69,18 +126,12 @@ class Products:
 def constraints(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
     """The library's stand-in; gives what it was told about its products, which it keeps from call to call."""
     told: dict[str, int | None] = {}
-    tensors = SimpleNamespace(
-        FP4="fp4",
-        wrap_torch_tensor=lambda t, dtype=None: t,
-        convert_layout=lambda t, layout: t,
-        RaggedTensorMetadata=Blocks,
-    )
     layouts = SimpleNamespace(
-        make_default_matmul_mxfp4_w_layout=lambda mx_axis: ("values", {}),
-        make_default_matmul_mxfp4_w_scale_layout=lambda mx_axis, num_warps: ("scales", {}),
+        make_default_matmul_mxfp4_w_layout=lambda mx_axis: (Layout, {"mx_axis": mx_axis}),
+        make_default_matmul_mxfp4_w_scale_layout=lambda mx_axis, num_warps: (Layout, {"mx_axis": mx_axis}),
     )
     library = SimpleNamespace(
-        products=Products, tensors=tensors, layouts=layouts, plain=SimpleNamespace, constrain=told.update
+        products=Products, tensors=Tensors(), layouts=layouts, plain=SimpleNamespace, constrain=told.update
     )
     monkeypatch.setattr(moe_triton_kernels, "_library", lambda: library)
     monkeypatch.setattr(moe_triton_kernels, "round_activation", lambda x: round_activation(x.float()).to(x.dtype))
@@ -136,6 +187,32 @@ def test_experts(activation: Any, num_tokens: int, hidden: int) -> None:
     assert ours.num_experts == 4
     assert found.shape == expected.shape
     assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 8e-3
+
+
+@pytest.mark.parametrize("part_experts", [1, 2, 3, 7, 8])
+def test_parts_of_a_stack_give_what_the_whole_gives(part_experts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, num_experts = Tensors(), 7
+    generator = torch.Generator().manual_seed(1)
+    stored_EKN = torch.randint(0, 256, (num_experts, 6, 16), dtype=torch.uint8, generator=generator).mT
+    whole = tensors.convert_layout(tensors.wrap_torch_tensor(stored_EKN, dtype="fp4"), Layout, mx_axis=1)
+    tensors.converted.clear()
+    monkeypatch.setattr(moe_triton_kernels, "_PART_BYTES", part_experts * 6 * 16 + 5)
+    found = moe_triton_kernels._in_layout(tensors, stored_EKN, "fp4", Layout, {"mx_axis": 1})
+    assert max(tensors.converted) == min(part_experts, num_experts)
+    assert sum(tensors.converted) == num_experts
+    assert torch.equal(found.storage.data, whole.storage.data)
+    assert found.storage.data.stride() == whole.storage.data.stride()
+    assert found.storage.data.untyped_storage().nbytes() == whole.storage.data.untyped_storage().nbytes()
+    assert found.storage.layout == whole.storage.layout
+    assert (found.dtype, found.shape, found.shape_max) == (whole.dtype, whole.shape, whole.shape_max)
+    assert found.shape == [num_experts, 2 * 16, 6]
+
+
+def test_an_expert_beyond_a_part_is_converted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = Tensors()
+    monkeypatch.setattr(moe_triton_kernels, "_PART_BYTES", 1)
+    moe_triton_kernels._in_layout(tensors, torch.ones((3, 6, 16), dtype=torch.uint8).mT, "fp4", Layout, {"mx_axis": 1})
+    assert tensors.converted == [1, 1, 1]
 
 
 def test_large_tiles_have_a_short_pipeline_and_small_ones_the_librarys(constraints: dict[str, int | None]) -> None:
