@@ -223,14 +223,16 @@ def _library_check(
 def _cache_folders(settings: Settings) -> Iterable[tuple[str, Path]]:
     """Folders that compilers write to, each once."""
     home = Path(settings.foreign.get("HOME", "/"))
-    yield "HALOCLINE_CACHE_DIR", settings.cache_folder()
+    if settings.cache_dir is not None:
+        yield "HALOCLINE_CACHE_DIR", settings.cache_dir
+    decided = settings.library_caches()
     for variable, default in (
         ("TRITON_CACHE_DIR", home / ".triton" / "cache"),
         ("DG_JIT_CACHE_DIR", home / ".deep_gemm"),
         ("FLASHINFER_WORKSPACE_BASE", home),
         ("TILELANG_CACHE_DIR", home / ".tilelang" / "cache"),
     ):
-        yield variable, Path(settings.foreign.get(variable) or default)
+        yield variable, decided.get(variable, default)
 
 
 def _folder_check(name: str, folder: Path) -> Check:

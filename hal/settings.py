@@ -28,6 +28,7 @@ __all__ = [
     "child_environment",
     "nearest",
     "process_settings",
+    "set_cache_variables",
     "set_library_variable",
     "set_variables_of_ranks",
 ]
@@ -57,9 +58,15 @@ FOREIGN = (
     "TILELANG_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "WORLD_SIZE",
-    "XDG_CACHE_HOME",
 )
 
+# Where libraries keep what they compile, and the folder of each below `HALOCLINE_CACHE_DIR`.
+_CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TILELANG_CACHE_DIR": "tilelang",
+}
 _HIP_BACKENDS = ("auto", "tilelang", "aiter", "triton", "reference", "comparison")
 _PREFILL_LAYOUTS = ("auto", "paged", "ragged")
 _TRUE = ("1", "true", "yes", "on")
@@ -155,7 +162,8 @@ class Settings:
         config: A TOML file whose array `kernels` holds overrides.
         deterministic: Demands kernels that give a row the same bits whatever else is in the batch.
         verbosity: What `-v` (1) and `-vv` (2) say.
-        cache_dir: Where compiled kernels and other caches go.
+        cache_dir: Where libraries keep compiled kernels, a folder each; one whose own variable is set keeps to that,
+            and all keep to theirs where this is left out.
         dump_dir: Where comparison, record and crash dumps go.
         record: Ops whose calls are written to `dump_dir`, as patterns joined by commas.
         collective_timeout: Seconds after which an exchange that another rank never enters fails.
@@ -183,7 +191,7 @@ class Settings:
     )
     verbosity: int = field(default=0, metadata=_variable(_verbosity, "0 quiet, 1 as -v, 2 as -vv"))
     cache_dir: Path | None = field(
-        default=None, metadata=_variable(_path, "folder of compiled kernels; default ~/.cache/halocline")
+        default=None, metadata=_variable(_path, "folder of compiled kernels; default: where each library keeps its own")
     )
     dump_dir: Path | None = field(
         default=None, metadata=_variable(_path, "folder of comparison and record dumps; default ./halocline-dumps")
@@ -235,12 +243,12 @@ class Settings:
             if "parse" in f.metadata
         )
 
-    def cache_folder(self) -> Path:
-        """Folder of compiled kernels: as set, else below the user's cache folder."""
+    def library_caches(self) -> dict[str, Path]:
+        """Folders of compiled kernels that were decided, by the variable of the library; others are the library's."""
+        found = {name: Path(self.foreign[name]) for name in _CACHES if self.foreign.get(name)}
         if self.cache_dir is not None:
-            return self.cache_dir
-        base = self.foreign.get("XDG_CACHE_HOME") or f"{self.foreign.get('HOME', '/tmp')}/.cache"
-        return Path(base) / "halocline"
+            found |= {name: self.cache_dir / own for name, own in _CACHES.items() if name not in self.foreign}
+        return found
 
     def place(self) -> RankPlace | None:
         """The place that a launcher has given to this process; None if it is alone.
@@ -276,6 +284,12 @@ def set_library_variable(name: str, value: str) -> None:
     if name.startswith(PREFIX):
         raise AssertionError(f"{name} is ours: settings are read, never written")
     os.environ.setdefault(name, value)
+
+
+def set_cache_variables(settings: Settings) -> None:
+    """Sets where libraries keep what they compile, if the user has named a folder for all; before they are loaded."""
+    for name, folder in settings.library_caches().items():
+        set_library_variable(name, str(folder))
 
 
 def set_variables_of_ranks() -> None:

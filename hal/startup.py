@@ -21,7 +21,7 @@ from halocline.hal.prefill_layout import decide_prefill_layout
 from halocline.hal.probe import probe
 from halocline.hal.request import KernelRequest
 from halocline.hal.selection import bind
-from halocline.hal.settings import Settings
+from halocline.hal.settings import Settings, set_cache_variables
 from halocline.hal.stages import Policy
 from halocline.hal.table import KernelTable, layer_text
 from halocline.hal.watch import watch_for
@@ -44,7 +44,7 @@ def choose_kernels(
     manifests: Sequence[Manifest] | None = None,
     graphs: bool = False,
 ) -> KernelTable:
-    """Chooses the kernels of a run and logs the table in one line.
+    """Chooses the kernels of a run and logs the table in one line. Their libraries are told where to keep caches.
 
     Args:
         describe: Gives the model's requests for a device and a prefill layout.
@@ -61,6 +61,7 @@ def choose_kernels(
         OverrideError: If an override names what does not exist.
         DeviceError: If the device cannot be used.
     """
+    set_cache_variables(settings)
     device = probe(settings) if device is None else device
     specs = specs_of(load_manifests() if manifests is None else manifests)
     requests = describe(device, decide_prefill_layout(settings, device))

@@ -127,10 +127,12 @@ def test_an_op_without_a_kernel_is_a_fault(tmp_path: Path) -> None:
 def test_a_cache_folder_that_cannot_be_written_is_a_fault(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    found = report(machine(CPU), tmp=tmp_path, HALOCLINE_CACHE_DIR=str(file / "cache"))
+    variables = {"HALOCLINE_CACHE_DIR": str(file / "cache"), "TRITON_CACHE_DIR": str(tmp_path / "triton")}
+    found = report(machine(CPU), tmp=tmp_path, **variables)
     folder = check(found, "cache folder HALOCLINE_CACHE_DIR")
     assert (folder.state, folder.remedy) == ("fault", "set HALOCLINE_CACHE_DIR to a folder that can")
     assert check(found, "cache folder TRITON_CACHE_DIR").state == "ok"
+    assert check(found, "cache folder DG_JIT_CACHE_DIR").state == "fault"
     assert not (file / "cache").exists()
 
 
