@@ -93,7 +93,7 @@ def _convert(weight: Weight, out_dtype: torch.dtype) -> tuple[Any, Any]:
 def _in_layout(tensors: Any, stored_EKN: Tensor, dtype: Any, layout: Any, options: Mapping[str, Any]) -> Any:
     """What the library's `convert_layout` makes of a stack of bytes, made of a few experts at a time.
 
-    The library keeps each byte as an int32 several times over on the way: 20 GiB for the gate and up matrices of a
+    The library keeps each byte as an int32 several times over on the way: 18 GiB for the gate and up matrices of a
     Flash layer. Its layouts treat each expert by itself, so that parts put side by side are the same bytes. Beside the
     stack and the result this takes at most ten times `_PART_BYTES`, or ten times an expert if that is more.
     """
