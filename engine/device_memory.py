@@ -46,11 +46,16 @@ def cache_bytes(device: Device, options: LoadOptions) -> int:
 def _memory(device: Device, options: LoadOptions) -> tuple[int, int]:
     """Total and used bytes of the memory in which caches lie; what the system can reclaim is not used.
 
+    Neither is what the conversion of weights left behind in torch's allocator: a GPU gets that back first.
+
     Ranks that share a machine's main memory have equal parts of it.
     """
     if device.is_gpu:
         index = torch.device(device_of_process(device, options))
-        free, total = torch.get_device_module(index).mem_get_info(index)
+        module = torch.get_device_module(index)
+        with module.device(index):
+            module.empty_cache()
+        free, total = module.mem_get_info(index)
         return total, total - free
     facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, free = (int(facts[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
