@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from halocline.benchmarks.gpu_criteria_two import TWO_CRITERIA
-from halocline.benchmarks.gpu_judging import Criterion, Row, Verdict, find, find_errors, latest
+from halocline.benchmarks.gpu_judging import Criterion, Row, Verdict, find, find_errors, kernel_of, latest, left_out
 
 __all__ = ["CRITERIA", "Criterion", "Verdict", "find", "latest", "verdicts"]
 
@@ -23,22 +23,34 @@ _EXPERTS_APART = 0.2  # of the number that uniform routing would give
 
 def _parity(wanted: Callable[[str], bool]) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
     def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
-        found = [row for row in find(rows, "parity.kernel") if wanted(row["params"]["kernel"])]
+        apart = left_out(rows, "parity.left_out")
+        found = [
+            row
+            for row in find(rows, "parity.kernel")
+            if wanted(row["params"]["kernel"]) and kernel_of(row) not in apart
+        ]
         broken = find_errors(rows, "parity.op")
         if not found:
             return None, f"{len(broken)} ops failed" if broken else ""
         cases = sum(row["value"]["cases"] for row in found)
         bad = [
-            f"{row['params']['op']}={row['params']['kernel']} {row['value']['within']}/{row['value']['cases']}"
+            f"{kernel_of(row)} {row['value']['within']}/{row['value']['cases']}"
             for row in found
             if row["value"]["within"] != row["value"]["cases"]
             or not row["value"]["cases"]
             or not row["value"]["complete"]
         ]
         bad += [f"{row['params']['op']}: {str(row['value'])[:60]}" for row in broken]
-        return not bad, f"{len(found)} kernels, {cases} cases; out of tolerance or cut off: {', '.join(bad) or 'none'}"
+        said = f"{len(found)} kernels, {cases} cases; out of tolerance or cut off: {', '.join(bad) or 'none'}"
+        return not bad, said + _needing_ranks(name for name in apart if wanted(name.partition("=")[2]))
 
     return judge
+
+
+def _needing_ranks(names: Iterable[str]) -> str:
+    """Words about kernels that one process cannot show; those of two ranks do."""
+    said = ", ".join(names)
+    return f"; left to several ranks: {said}" if said else ""
 
 
 def _graded(kernels: str, batches: Sequence[int]) -> Callable[[Sequence[Row]], tuple[bool | None, str]]:
@@ -208,8 +220,9 @@ def _overrides(rows: Sequence[Row]) -> tuple[bool | None, str]:
     ran, broken = find(rows, "override.ran"), find_errors(rows, "override", "override.ran")
     if not ran:
         return None, ""
-    bad = [f"{row['params']['op']}={row['params']['kernel']}" for row in broken]
-    return not bad, f"{len(ran)} ran; failed: {', '.join(bad) or 'none'}"
+    apart = left_out(rows, "override.left_out")
+    bad = [kernel_of(row) for row in broken if kernel_of(row) not in apart]
+    return not bad, f"{len(ran)} ran; failed: {', '.join(bad) or 'none'}{_needing_ranks(apart)}"
 
 
 def _compare(rows: Sequence[Row]) -> tuple[bool | None, str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Criterion", "Row", "Verdict", "find", "find_errors", "latest"]
+__all__ = ["Criterion", "Row", "Verdict", "find", "find_errors", "kernel_of", "latest", "left_out"]
 
 Row = dict[str, Any]
 
@@ -72,3 +72,13 @@ def find_errors(rows: Sequence[Row], *names: str, **params: Any) -> list[Row]:
         and row["unit"] == "error"
         and all(row["params"].get(key) == value for key, value in params.items())
     ]
+
+
+def kernel_of(row: Row) -> str:
+    """The kernel that a row is about, as an override names it."""
+    return f"{row['params']['op']}={row['params']['kernel']}"
+
+
+def left_out(rows: Sequence[Row], *names: str) -> list[str]:
+    """Kernels that rows of these names say one process could not show."""
+    return list(dict.fromkeys(kernel_of(row) for name in names for row in find(rows, name)))

@@ -24,9 +24,9 @@ from halocline.hal.stages import REFERENCE
 if TYPE_CHECKING:
     from halocline.benchmarks.gpu_engine import GpuModel
     from halocline.benchmarks.gpu_rows import Rows
-    from halocline.hal.op import KernelSpec
+    from halocline.hal.op import KernelSpec, Op
 
-__all__ = ["cases", "generation", "prompts", "smallest", "speed"]
+__all__ = ["add_left_out", "cases", "generation", "is_asked", "prompts", "smallest", "speed"]
 
 _LENGTHS = (5, 131, 300, 700)
 # With one of these texts in its message an error has ended the device's context: nothing can run behind it.
@@ -52,11 +52,23 @@ def prompts(vocabulary: int = 1000) -> list[list[int]]:
     return [torch.randint(4, vocabulary, (length,), generator=generator).tolist() for length in _LENGTHS]
 
 
+def is_asked(op: Op[..., Any], options: argparse.Namespace) -> bool:
+    """Whether a part is about an op: by its name, its family, or because none is named."""
+    return not options.ops or bool({op.name, op.family} & set(options.ops))
+
+
+def add_left_out(rows: Rows, bench: Workbench, options: argparse.Namespace, name: str) -> None:
+    """A row for each kernel that this process cannot show, as it needs several: see `two_smoke`."""
+    for spec in (spec for op in all_ops() if is_asked(op, options) for spec in bench.for_several_ranks(op.name)):
+        if not options.kernels or spec.name in options.kernels:
+            rows.add(name, "needs several ranks", "text", params={"op": spec.op, "kernel": spec.name})
+
+
 def _able(bench: Workbench, options: argparse.Namespace) -> list[KernelSpec]:
     """The kernels that can run here, of the ops and names that were asked for."""
     found = []
     for op in all_ops():
-        if options.ops and not any(asked in {op.name, op.family} for asked in options.ops):
+        if not is_asked(op, options):
             continue
         try:
             able, _ = survey(bench, op=op.name)
@@ -70,6 +82,7 @@ def cases(rows: Rows, options: argparse.Namespace) -> None:
     """Every kernel that can run here on every input of its op that it takes."""
     bench = workbench()
     specs = _able(bench, options)
+    add_left_out(rows, bench, options, "parity.left_out")
     for op in dict.fromkeys(spec.op for spec in specs):
         own = [spec for spec in specs if spec.op == op]
         results: dict[str, list[ParityResult]] = {spec.name: [] for spec in own}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from halocline.benchmarks.gpu_engine import PORTABLE, kernel_flags, load_model
-from halocline.benchmarks.gpu_parity import prompts
+from halocline.benchmarks.gpu_parity import add_left_out, is_asked, prompts
 from halocline.benchmarks.jit_watch import JitWatch, cache_folders
 from halocline.cli.compare import workbench
 from halocline.hal.ops import all_ops
@@ -86,8 +86,9 @@ def overrides(rows: Rows, options: argparse.Namespace) -> None:
     base = PORTABLE if bench.device.is_gpu else ()
     expected = _short(options, base)
     served = {row["op"] for row in load_model(options.model, base, max_requests=4).table.rows()}
+    add_left_out(rows, bench, options, "override.left_out")
     for op in all_ops():
-        if options.ops and not {op.name, op.family} & set(options.ops):
+        if not is_asked(op, options):
             continue
         for spec in bench.candidates(op.name):
             if op.name not in served or spec.vendor not in ("", bench.device.vendor) or bench.against(spec):

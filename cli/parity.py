@@ -26,7 +26,8 @@ def parity(
 ) -> int:
     """Check every kernel that can run here against the reference, on the inputs that ship with each op.
 
-    Exits with 1 when a kernel fails, leaves an output unwritten or is out of its op's tolerance.
+    Kernels that need several ranks are left out and named. Exits with 1 when a kernel fails, leaves an output unwritten
+    or is out of its op's tolerance.
     """
     from halocline.hal.parity import check_parity, survey
 
@@ -46,6 +47,10 @@ def parity(
                 status.update(spec_op)
                 checked += check_parity(bench, [spec for spec in able if spec.op == spec_op])
         _print(console, checked, refused)
+        ops = dict.fromkeys(row.spec.op for row in refused)
+        apart = [f"{spec.op}={spec.name}" for name in ops for spec in bench.for_several_ranks(name)]
+        if apart:
+            console.print(f"left out, needs several ranks: {', '.join(apart)}")
     return 0 if all(row.within for row in checked) else 1
 
 

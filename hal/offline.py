@@ -1,7 +1,8 @@
 """Kernels outside of a run: one op on its test inputs, or a recorded call on another kernel.
 
 A kernel is bound for an op alone, so only what does not depend on a model can refuse it: known faults, vendor,
-architecture, features, status and packages. Every other op of a case is served by the reference.
+architecture, features, status and packages, and that there is one process. Every other op of a case is served by the
+reference.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from halocline.hal.table import Bound
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Case", "CaseResult", "Workbench", "inputs_for", "load_cases", "takes"]
+__all__ = ["Case", "CaseResult", "Workbench", "inputs_for", "load_cases", "needs_several_ranks", "takes"]
 
 # Stages that a model's request has no part in.
 _ALONE = ("known_bad", "vendor", "arch", "features", "status", "package")
+_SEVERAL_RANKS = "needs several ranks, and ops are tried in one process"
 
 
 class Case(Protocol):
@@ -97,6 +99,11 @@ def takes(spec: KernelSpec, case: Case) -> bool:
     )
 
 
+def needs_several_ranks(spec: KernelSpec) -> bool:
+    """Whether a kernel serves groups of several processes alone: no input of one process is for it."""
+    return 1 not in spec.traits.get("world_size", (1,))
+
+
 def inputs_for(bench: Workbench, op: str) -> list[Case]:
     """The inputs of an op that this device can afford: a CPU is spared those of a released model's size."""
     cases = load_cases(bench.manifests, op)
@@ -134,7 +141,12 @@ class Workbench:
         """What speaks against a kernel here, whatever the model."""
         request = KernelRequest(op=spec.op)
         found = reasons_against(spec, request, self.device, self.inventory, Policy())
-        return [reason for stage, reason in found if stage in _ALONE]
+        reasons = [reason for stage, reason in found if stage in _ALONE]
+        return [*reasons, _SEVERAL_RANKS] if needs_several_ranks(spec) else reasons
+
+    def for_several_ranks(self, op: str) -> list[KernelSpec]:
+        """The kernels of an op that could run on this device, but not in one process."""
+        return [spec for spec in self.candidates(op) if self.against(spec) == [_SEVERAL_RANKS]]
 
     def bind(self, op: str, kernel: str | None) -> Bound:
         """A kernel by name, or the best one but the reference.

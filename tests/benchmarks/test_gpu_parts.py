@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,55 +11,19 @@ import pytest
 import torch
 
 from halocline.backends_reference.kernels import reference_kernels
-from halocline.backends_reference.manifest import MANIFEST as REFERENCE
-from halocline.benchmarks import gpu_parity, gpu_parts, gpu_tools, gpu_width
+from halocline.benchmarks import gpu_parts, gpu_tools, gpu_width
 from halocline.benchmarks.gpu_criteria import verdicts
 from halocline.benchmarks.gpu_prompts import load_prompts, write_prompts
 from halocline.benchmarks.gpu_rows import read_rows
 from halocline.benchmarks.gpu_width import StoredExperts, few_experts_at_a_time
 from halocline.engine.agreement import EarlierAnswer
-from halocline.hal.backend import Manifest
 from halocline.hal.formats import Weight, WeightFormat
-from halocline.hal.inventory import Inventory
-from halocline.hal.offline import Workbench
-from halocline.hal.op import KernelSpec
 from halocline.hal.ops import Ops
 from halocline.hal.ops.moe import Routing
-from halocline.hal.profiles import profile
 from halocline.models.deepseek_v4.make_checkpoint import make_checkpoint
 from halocline.models.deepseek_v4.presets import preset
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-KERNELS = '''
-"""Kernels of the CPU that a test tries: one is right, one is not, one ends."""
-from halocline.backends_reference.norm import rms_norm_reference
-from halocline.hal.op import implements
-from halocline.hal.ops.norm import rms_norm
-@implements(rms_norm)
-def right(x_TD, weight_D, *, eps):
-    return rms_norm_reference(x_TD, weight_D, eps=eps)
-@implements(rms_norm)
-def wrong(x_TD, weight_D, *, eps):
-    return rms_norm_reference(x_TD, weight_D, eps=eps) * 1.5
-@implements(rms_norm)
-def broken(x_TD, weight_D, *, eps):
-    raise RuntimeError("no such shape")
-'''
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Runs a part at tiny sizes and gives its rows."""
-
-    def running(*words: str) -> list[dict[str, Any]]:
-        out = tmp_path / "out"
-        gpu_parts.main([*words, "--tiny", "--out", str(out), "--commit", "c"])
-        return read_rows(out / "rows.jsonl")
-
-    before = signal.getsignal(signal.SIGTERM)
-    yield running
-    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture
@@ -71,86 +33,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture
-def fake_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A workbench of the CPU with three kernels of one op."""
-    (tmp_path / "kernels_of_a_test.py").write_text(KERNELS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    sys.modules.pop("kernels_of_a_test", None)
-    (reference,) = (spec for spec in REFERENCE.specs if spec.op == "norm.rms_norm")
-    specs = tuple(
-        KernelSpec(
-            op="norm.rms_norm", name=name, target=f"kernels_of_a_test:{function}", vendor="cpu",
-            formats=reference.formats, semantics=reference.semantics, rank=rank,
-        )
-        for rank, (name, function) in enumerate({"triton": "right", "wrong": "wrong", "broken": "broken"}.items(), 1)
-    )  # fmt: skip
-    own = Manifest(name="tested", vendor="cpu", specs=specs)
-    bench = Workbench(manifests=(REFERENCE, own), device=profile("cpu").device, inventory=Inventory.of(()))
-    monkeypatch.setattr(gpu_parity, "workbench", lambda: bench)
-
-
 def named(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["name"] == name]
-
-
-# ---- parity ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake_bench")
-def test_right_wrong_and_broken_kernels_are_told_apart(run: Callable[..., list[dict[str, Any]]]) -> None:
-    rows = run("cases", "--ops", "norm")
-    found = {row["params"]["kernel"]: row["value"] for row in named(rows, "parity.kernel")}
-    assert found["triton"]["within"] == found["triton"]["cases"] > 3
-    assert found["wrong"]["within"] < found["wrong"]["cases"]
-    assert found["wrong"]["share_of_tolerance"] > 1
-    assert found["broken"]["within"] == 0
-    faults = {row["params"]["kernel"]: row["value"] for row in named(rows, "parity.fault")}
-    assert "norm 0.5" in faults["wrong"]
-    assert faults["broken"] == "RuntimeError: no such shape"
-
-
-@pytest.mark.usefixtures("fake_bench")
-def test_a_part_that_is_ended_early_says_what_it_has_found(
-    run: Callable[..., list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    judge_all, count = gpu_parity._judge_all, 0
-
-    def ending(*arguments: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 4:
-            signal.raise_signal(signal.SIGTERM)
-        judge_all(*arguments)
-
-    monkeypatch.setattr(gpu_parity, "_judge_all", ending)
-    with pytest.raises(SystemExit):
-        run("cases", "--ops", "norm", "--kernels", "triton")
-    (row,) = named(read_rows(tmp_path / "out" / "rows.jsonl"), "parity.kernel")
-    assert (row["value"]["cases"], row["value"]["within"], row["value"]["complete"]) == (3, 3, False)
-
-
-@pytest.mark.usefixtures("fake_bench")
-def test_kernels_are_chosen_by_name(run: Callable[..., list[dict[str, Any]]]) -> None:
-    rows = run("cases", "--ops", "norm.rms_norm", "--kernels", "triton")
-    assert [row["params"]["kernel"] for row in named(rows, "parity.kernel")] == ["triton"]
-
-
-@pytest.mark.usefixtures("fake_bench")
-def test_every_kernel_is_timed_on_the_same_inputs(run: Callable[..., list[dict[str, Any]]]) -> None:
-    rows = run("speed", "--ops", "norm")
-    cases = {name: set() for name in ("triton", "wrong")}
-    for row in named(rows, "speed.kernel"):
-        assert row["value"] > 0
-        cases[row["params"]["kernel"]].add((row["params"]["case"], row["params"]["dtype"]))
-    assert cases["triton"] == cases["wrong"] != set()
-    assert [row["params"]["kernel"] for row in rows if row["unit"] == "error"] == ["broken"] * len(cases["triton"])
-
-
-@pytest.mark.usefixtures("fake_bench")
-def test_portable_kernels_run_on_their_smallest_inputs(run: Callable[..., list[dict[str, Any]]]) -> None:
-    (row,) = named(run("smallest", "--ops", "norm"), "sanitizer.calls")
-    assert row["value"] >= 2
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

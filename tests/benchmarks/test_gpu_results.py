@@ -113,11 +113,20 @@ def two_agreement(mode: str, same: float = 0.99, items: int = 326) -> dict[str, 
     return row("two_graded.agreement", value, "share", mode=mode, batch=32, **{**GRADED, "items": items})
 
 
-def exchange(*, right: bool = True) -> dict[str, Any]:
-    value = {"eager": [[True], [True]], "replayed": [[True], [right]]}
+def exchange(*, right: bool = True, replayed: bool = True, kernel: str = "nccl") -> dict[str, Any]:
+    value = {"eager": [[True], [True]], "replayed": [[True], [right]] if replayed else [[], []]}
     return row(
-        "two_smoke.exchange", value, "right on each rank", mode="tp-ep", op="collective.all_reduce", kernel="nccl"
+        "two_smoke.exchange", value, "right on each rank", mode="tp-ep", op="collective.all_reduce", kernel=kernel
     )
+
+
+def reduced(microseconds: float, kernel: str) -> dict[str, Any]:
+    params = {"op": "collective.all_reduce", "bytes": 8192, "graph": True}
+    return row("two.collective", microseconds, "us", kernel=kernel, **params)
+
+
+def left_out(name: str) -> dict[str, Any]:
+    return row(name, "needs several ranks", "text", op="collective.all_reduce", kernel="symm_mem")
 
 
 def ended(status: int | None = 0, left: tuple[int, ...] = ()) -> dict[str, Any]:
@@ -132,9 +141,8 @@ def two_gpus() -> list[dict[str, Any]]:
         rows += [two_step(batch, share), two_step(batch, 0.1, mode="ep")]
         params = {**FLASH, "layers": 43, "batch": batch, "context": 8192, "mode": "tp"}
         rows += [row("two_decode.finite", True, "bool", **params)]
-    params = {"op": "collective.all_reduce", "kernel": "nccl", "graph": True}
     rows += [
-        row("two.collective", 9.5, "us", bytes=8192, **params),
+        reduced(9.5, "nccl"),
         two_agreement("tp-ep"),
         two_agreement("dp", items=8),
     ]
@@ -199,6 +207,10 @@ BAD = [
     ("racecheck", row("sanitizer", "RuntimeError", "error", tool="racecheck", ops=[])),
     ("the wheel", row("wheel.command", 1, "exit status", command="demo", python="3.12.3")),
     ("exchanges give right", exchange(right=False)),
+    ("exchanges give right", exchange(replayed=False)),
+    ("exchanges give right", left_out("parity.left_out")),
+    ("exchanges give right", left_out("override.left_out")),
+    ("all-reduce inside a graph", reduced(9.6, "symm_mem")),
     ("exchanges give right", row("two_smoke.replay", False, "bits", mode="tp-ep", kernels="portable")),
     ("exchanges give right", row("two_smoke.ranks", "they ended with 1", "error", mode="dp")),
     ("depth, batch 1: at least 25%", two_step(1, 0.249)),
@@ -237,6 +249,32 @@ def test_a_failure_is_forgotten_when_the_same_came_to_a_good_end() -> None:
     ran = row("override.ran", 1.0, "share", **params)
     assert judged([failure, ran, done], "every override")[0] is True
     assert judged([ran, done, failure], "every override")[0] is False
+
+
+def test_what_needs_several_ranks_is_named_and_judged_by_what_these_show() -> None:
+    """An earlier session tried it in one process, where no input is for it and no override can be honoured."""
+    tried = parity("symm_mem", 0, "collective.all_reduce")
+    tried["value"]["cases"] = 0
+    failed = row(
+        "override", "NoKernelError", "error", op="collective.all_reduce", kernel="symm_mem", is_reference=False
+    )
+    rows = [*good(), tried, failed]
+    for words in ("every kernel but tilelang", "every override"):
+        assert judged(rows, words)[0] is False
+        passed, said = judged([*rows, left_out("parity.left_out"), left_out("override.left_out")], words)
+        assert passed
+        assert said.endswith("left to several ranks: collective.all_reduce=symm_mem")
+    shown = [*good(), left_out("parity.left_out"), exchange(kernel="symm_mem")]
+    passed, said = judged(shown, "exchanges give right")
+    assert passed
+    assert "eager and replayed: all_reduce=nccl, all_reduce=symm_mem;" in said
+    assert "left to several ranks" not in judged(shown, "AMD's kernels here: portable")[1]
+
+
+def test_a_kernel_that_no_input_suits_fails() -> None:
+    bare = parity("deep_gemm", 0)
+    bare["value"]["cases"] = 0
+    assert judged([*good(), bare], "every kernel but tilelang")[0] is False
 
 
 def test_tables_show_ours_beside_the_peers() -> None:

@@ -11,8 +11,9 @@ import pytest
 from halocline.hal.backend import Manifest, load_manifests
 from halocline.hal.errors import InputError, NoKernelError, OverrideError
 from halocline.hal.inventory import Inventory
-from halocline.hal.offline import CaseResult, Workbench, load_cases
+from halocline.hal.offline import CaseResult, Workbench, load_cases, needs_several_ranks
 from halocline.hal.op import KernelSpec
+from halocline.hal.parity import survey
 from halocline.hal.profiles import cpu_profile, profile
 
 KERNELS = """
@@ -119,3 +120,31 @@ def test_the_devices_own_kernel_is_meant_where_two_share_a_name(bench: Workbench
         on_amd.bind("norm.rms_norm", "triton")
     assert "amd/triton" in str(caught.value)
     assert "nvidia/triton" not in str(caught.value)
+
+
+# ---- kernels of several ranks ---------------------------------------------------------------------------------------
+
+
+def test_a_kernel_of_several_ranks_is_left_out_of_one_process_by_name() -> None:
+    """On a Hopper GPU small sums have a kernel for groups of 2 to 8 ranks, which no input of one process is for."""
+    op, hopper = "collective.all_reduce", profile("sm_90")
+    bench = Workbench(manifests=load_manifests(), device=hopper.device, inventory=hopper.inventory)
+    assert [spec.name for spec in bench.for_several_ranks(op)] == ["symm_mem"]
+    assert bench.bind(op, None).spec.name == "nccl", "its rank is lower, but it serves one process"
+    with pytest.raises(NoKernelError, match="needs several ranks"):
+        bench.bind(op, "symm_mem")
+    able, refused = survey(bench, op=op)
+    assert [spec.name for spec in able] == ["nccl"]
+    reasons = {row.spec.name: row.reasons for row in refused if row.spec.vendor == "nvidia"}
+    assert reasons == {"symm_mem": ("needs several ranks, and ops are tried in one process",)}
+
+
+def test_what_could_not_run_on_this_device_either_is_not_left_to_ranks(bench: Workbench) -> None:
+    assert bench.for_several_ranks("collective.all_reduce") == []
+
+
+@pytest.mark.parametrize(("worlds", "needs"), [((2, 4), True), ((1, 2), False), (None, False)])
+def test_several_ranks_are_needed_where_no_group_of_one_is_taken(
+    make_spec: Callable[..., KernelSpec], worlds: tuple[int, ...] | None, needs: bool
+) -> None:
+    assert needs_several_ranks(make_spec(traits={} if worlds is None else {"world_size": worlds})) is needs

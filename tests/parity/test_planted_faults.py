@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from halocline.cli import parity as command
+from halocline.hal.backend import Manifest
 from halocline.hal.errors import NoKernelError, OverrideError
 from halocline.hal.offline import Workbench
 from halocline.hal.parity import check_parity, inputs_for, judge, survey, takes
@@ -150,6 +151,19 @@ class TestCommand:
         assert "1 kernels on cpu" in printed
         assert "norm.rms_norm" in printed
         assert "FAILED" not in printed
+
+    def test_a_kernel_of_several_ranks_is_named(
+        self, monkeypatch: Any, capsys: Any, bench_with: Callable[..., Workbench], spec_of: Any
+    ) -> None:
+        from dataclasses import replace
+
+        bench = bench_with("norm.rms_norm", "float64_dense:rms_norm_float64")
+        apart = replace(spec_of(bench, "norm.rms_norm"), name="shared", traits={"world_size": (2, 4)})
+        bench = replace(bench, manifests=(*bench.manifests, Manifest(name="apart", vendor="cpu", specs=(apart,))))
+        assert self.run(monkeypatch, bench) == 0
+        printed = capsys.readouterr().out
+        assert "1 kernels on cpu" in printed
+        assert "left out, needs several ranks: norm.rms_norm=shared" in printed
 
     def test_failure_names_input_and_output(
         self, monkeypatch: Any, capsys: Any, bench_with: Callable[..., Workbench]
