@@ -1,8 +1,9 @@
 """What a GPU session consists of: its parts, what each proves, and what it may take. Data, free of torch.
 
 Parts that check or compile run side by side, as far as the device's memory goes; parts that time something run alone,
-after them. Four calls of less than ten minutes hold everything, because some machines are lent for so long at a time;
-the fourth is for a machine with two GPUs.
+after them. Five calls of less than ten minutes hold everything, because some machines are lent for so long at a time;
+the last two are for a machine with two GPUs. Seconds are what a part may take: 1.5 to 2 times what an H200 took, where
+it came to its end there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from halocline.benchmarks.gpu_plan_two import TWO_PARTS
 __all__ = ["CALLS", "PARTS", "Part", "chosen_parts"]
 
 
-def _warm(name: str, *words: str, call: int, gib: int, seconds: int = 150) -> Part:
+def _warm(name: str, *words: str, call: int, gib: int, seconds: int = 130) -> Part:
     return Part(
         name=name,
         command=("decode", "--warm", *words),
@@ -27,7 +28,7 @@ def _warm(name: str, *words: str, call: int, gib: int, seconds: int = 150) -> Pa
 
 
 def _cases(
-    name: str, *ops: str, call: int = 1, gib: int = 4, kernels: tuple[str, ...] = (), seconds: int = 260
+    name: str, *ops: str, call: int = 1, gib: int = 4, kernels: tuple[str, ...] = (), seconds: int = 120
 ) -> Part:
     return Part(
         name=name,
@@ -58,7 +59,7 @@ def _sanitized(name: str, *ops: str) -> Part:
         proves="no access beside a tensor in portable kernels",
         needs="compute-sanitizer",
         call=3,
-        seconds=300,
+        seconds=100,
         gib=4,
     )
 
@@ -69,7 +70,7 @@ def _overrides(name: str, *ops: str) -> Part:
         command=("overrides", "--ops", *ops),
         proves="each kernel of these ops runs when it is asked for",
         call=2,
-        seconds=240,
+        seconds=180,
         gib=4,
     )
 
@@ -82,11 +83,11 @@ PARTS = (
         command=("explained",),
         proves="which kernels are bound on this machine",
         call=1,
-        seconds=60,
+        seconds=40,
         gib=1,
     ),
-    _graded("graded", "default", "32", call=1, seconds=270),
-    _graded("graded-one", "default", "1", call=1, seconds=270),
+    _graded("graded", "default", "32", call=1, seconds=170),
+    _graded("graded-one", "default", "1", call=1, seconds=170),
     _warm("warm-default", "--sets", "default", "--shapes", "1", "8", call=1, gib=28),
     _warm("warm-default-large", "--sets", "default", "--shapes", "32", "128", "prefill", call=1, gib=28),
     _warm("warm-portable", "--sets", "portable", "--shapes", "1", "8", "32", "128", "prefill", call=1, gib=20),
@@ -95,14 +96,14 @@ PARTS = (
         command=("graphs", "--sets", "default", "portable"),
         proves="replays give the bits of eager steps, with long neighbours and garbage in the padding",
         call=1,
-        seconds=200,
+        seconds=170,
         gib=8,
     ),
-    _cases("parity-decode", "attention.sparse_decode"),
-    _cases("parity-prefill", "attention.sparse_prefill"),
+    _cases("parity-decode", "attention.sparse_decode", seconds=200),
+    _cases("parity-prefill", "attention.sparse_prefill", seconds=200),
     _cases("parity-attention", "attention.plan", "attention.prepare_query", "attention.output"),
-    _cases("parity-gemm", "gemm", gib=8),
-    _cases("parity-experts", "moe", gib=16),
+    _cases("parity-gemm", "gemm", gib=8, seconds=190),
+    _cases("parity-experts", "moe", gib=16, seconds=150),
     _cases("parity-compressor", "compressor"),
     _cases("parity-cache", "kv_cache"),
     _cases("parity-index", "indexer"),
@@ -112,7 +113,7 @@ PARTS = (
         command=("decode", "--sets", "default", "--trace"),
         proves="decode steps of 8 layers at batch 1, 8, 32, 128 and a prefill, against their roofs and by kernel",
         call=1,
-        seconds=60,
+        seconds=35,
         gib=80,
         alone=True,
     ),
@@ -122,7 +123,7 @@ PARTS = (
         proves="decode at batch 1 against Transformers on the same four layers, in turn",
         needs="transformers",
         call=1,
-        seconds=65,
+        seconds=35,
         gib=90,
         alone=True,
     ),
@@ -131,7 +132,7 @@ PARTS = (
         command=("decode", "--sets", "portable", "--trace"),
         proves="the same on portable kernels alone",
         call=1,
-        seconds=45,
+        seconds=30,
         gib=80,
         alone=True,
     ),
@@ -149,11 +150,28 @@ PARTS = (
         command=("speed",),
         proves="microseconds of each kernel beside the others of its op",
         call=1,
-        seconds=75,
+        seconds=100,
         gib=16,
         alone=True,
     ),
-    # ---- call 2: the engine once it is ready, overrides, width, start, other programs ----------------------------
+    # ---- call 2: width, the engine once it is ready, overrides, start, other programs ----------------------------
+    # What takes most memory comes first: the small parts find room beside it.
+    Part(
+        name="width",
+        command=("width", "--sets", "default", "portable"),
+        proves="four full-width layers of all kinds against the reference on 64 positions",
+        call=2,
+        seconds=220,
+        gib=44,
+    ),
+    Part(
+        name="made-pro",
+        command=("made", "--preset", "pro", "--layers", "1"),
+        proves="make-model --on-device writes the larger model's first layer, and it loads",
+        call=2,
+        seconds=100,
+        gib=44,
+    ),
     Part(
         name="ready",
         command=("ready", "--sets", "default"),
@@ -168,7 +186,7 @@ PARTS = (
         command=("ready", "--sets", "portable"),
         proves="the same on portable kernels alone",
         call=2,
-        seconds=240,
+        seconds=150,
         gib=6,
         own_caches=True,
     ),
@@ -180,7 +198,7 @@ PARTS = (
         command=("generation",),
         proves="compare mode inside a generation, kernel by kernel",
         call=2,
-        seconds=240,
+        seconds=180,
         gib=4,
     ),
     Part(
@@ -188,7 +206,7 @@ PARTS = (
         command=("tests",),
         proves="the tests that need a device",
         call=2,
-        seconds=240,
+        seconds=270,
         gib=6,
     ),
     Part(
@@ -197,7 +215,7 @@ PARTS = (
         proves="the wheel installs in an empty environment and runs",
         needs="halocline wheel",
         call=2,
-        seconds=150,
+        seconds=40,
         gib=1,
     ),
     Part(
@@ -205,7 +223,7 @@ PARTS = (
         command=("start", "--sets", "default", "--layers", "4", "--caches", "filling"),
         proves="compiles what the next start finds",
         call=2,
-        seconds=200,
+        seconds=250,
         gib=34,
     ),
     _warm(
@@ -219,32 +237,16 @@ PARTS = (
         "32",
         "prefill",
         call=2,
-        gib=62,
-        seconds=200,
-    ),
-    Part(
-        name="width",
-        command=("width", "--sets", "default", "portable"),
-        proves="four full-width layers of all kinds against the reference on 64 positions",
-        call=2,
-        seconds=240,
-        gib=44,
+        gib=48,
+        seconds=90,
     ),
     Part(
         name="made-flash",
         command=("made", "--preset", "flash", "--layers", "2"),
         proves="make-model --on-device writes full-width layers in seconds, and they load",
         call=2,
-        seconds=150,
+        seconds=60,
         gib=28,
-    ),
-    Part(
-        name="made-pro",
-        command=("made", "--preset", "pro", "--layers", "1"),
-        proves="the same for the larger model",
-        call=2,
-        seconds=200,
-        gib=44,
     ),
     Part(
         name="start-warm",
@@ -260,8 +262,8 @@ PARTS = (
         command=("decode", "--preset", "pro", "--sets", "default", "--shapes", "1", "32", "prefill"),
         proves="decode and prefill of the larger model's layers against their roofs",
         call=2,
-        seconds=60,
-        gib=120,
+        seconds=30,
+        gib=72,
         alone=True,
     ),
     Part(
@@ -275,30 +277,32 @@ PARTS = (
         own_caches=True,
     ),
     # ---- call 3: the complete AMD table, tilelang ----------------------------------------------------------------
-    _graded("graded-portable", "portable", "32", "1", call=3, seconds=300),
-    _graded("graded-tilelang", "tilelang", "32", call=3, seconds=300),
-    _sanitized("sanitizer-attention", "attention", "kv_cache"),
-    _sanitized("sanitizer-dense", "gemm", "norm", "hyper_connection", "sampling"),
-    _sanitized("sanitizer-experts", "moe", "compressor", "indexer"),
-    _cases("tilelang-attention", "attention", call=3, kernels=("tilelang",), seconds=300),
-    _cases("tilelang-gemm", "gemm", call=3, kernels=("tilelang",), seconds=300),
-    _cases("tilelang-rest", "indexer", "hyper_connection", call=3, kernels=("tilelang",), seconds=300),
+    # A kernel of tilelang's attention compiles for 7 to 14 s, one after the other in a process: these come first.
+    _cases("tilelang-decode", "attention.sparse_decode", call=3, kernels=("tilelang",), seconds=300),
+    _cases("tilelang-prefill", "attention.sparse_prefill", call=3, kernels=("tilelang",), seconds=300),
     Part(
         name="tests-tilelang",
         command=("tests", "--tests", "tests/benchmarks/test_device_faults.py"),
         proves="the tests of known faults, on tilelang kernels too",
         call=3,
-        seconds=240,
+        seconds=300,
         gib=6,
         needs="tilelang",
     ),
+    _graded("graded-tilelang", "tilelang", "32", call=3, seconds=160),
+    _graded("graded-portable", "portable", "32", "1", call=3, seconds=150),
+    _sanitized("sanitizer-attention", "attention", "kv_cache"),
+    _sanitized("sanitizer-dense", "gemm", "norm", "hyper_connection", "sampling"),
+    _sanitized("sanitizer-experts", "moe", "compressor", "indexer"),
+    _cases("tilelang-gemm", "gemm", call=3, kernels=("tilelang",), seconds=160),
+    _cases("tilelang-rest", "indexer", "hyper_connection", call=3, kernels=("tilelang",), seconds=190),
     Part(
         name="racecheck",
         command=("sanitizer", "--tool", "racecheck", "--ops", "attention", "moe", "indexer", "norm"),
         proves="no race in shared memory of portable kernels",
         needs="compute-sanitizer",
         call=3,
-        seconds=330,
+        seconds=120,
         gib=4,
     ),
     Part(

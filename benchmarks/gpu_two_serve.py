@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halocline.benchmarks.gpu_progress import run_and_show, telling_of_kernels
 from halocline.benchmarks.gpu_server import Server, family_of
 from halocline.benchmarks.roofline import totals
 from halocline.models.deepseek_v4.presets import first_layers, preset
@@ -36,6 +37,7 @@ _LOOK_SECONDS = 0.05
 _CONTEXT = 16384
 _CACHES, _SMALL_CACHES = 4 << 30, 64 << 20
 _TOKENS, _TINY_TOKENS = 32, 6
+_FEW_LAYERS = 4  # one of each kind, and experts that are chosen by hash and by score
 
 
 def folder_of(options: argparse.Namespace) -> Path:
@@ -49,14 +51,19 @@ def folder_of(options: argparse.Namespace) -> Path:
 
 def two_make(rows: Rows, options: argparse.Namespace) -> None:
     """`halocline make-model --on-device --workers N`: the whole depth, or as many layers as there is room for."""
+    name = _preset(options)
     with rows.guard("two_make"):
-        _make(rows, options, folder_of(options), workers=2 if options.tiny else _WORKERS)
+        layers = options.layers or preset(name).num_hidden_layers
+        _make(rows, options, folder_of(options), layers, workers=2 if options.tiny else _WORKERS)
 
 
-def _make(rows: Rows, options: argparse.Namespace, folder: Path, *, workers: int) -> None:
-    name = "vendor-tiny" if options.tiny else options.preset
+def _preset(options: argparse.Namespace) -> str:
+    return "vendor-tiny" if options.tiny else str(options.preset)
+
+
+def _make(rows: Rows, options: argparse.Namespace, folder: Path, asked: int, *, workers: int) -> None:
+    name = _preset(options)
     shutil.rmtree(folder, ignore_errors=True)
-    asked = options.layers or preset(name).num_hidden_layers
     layers = _layers_with_room(folder.parent, name, asked)
     params = {"preset": name, "layers": layers, "asked": asked, "workers": workers}
     shards = min(_SHARDS, 12 * workers)
@@ -147,8 +154,8 @@ def two_generate(rows: Rows, options: argparse.Namespace) -> None:
         command += ["--max-new-tokens", str(_tokens(options)), "--max-context", str(_context(options))]
         command += ["--cache-bytes", str(_SMALL_CACHES if options.tiny else _CACHES)]
         begun = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        sys.stdout.write(done.stderr)
+        with telling_of_kernels():
+            done = run_and_show(command)
         if done.returncode != 0:
             raise RuntimeError(f"generate ended with {done.returncode}: {done.stderr[-900:]}")
         found, _ = json.JSONDecoder().raw_decode(done.stdout[done.stdout.index("{") :])  # libraries may print, too
@@ -178,13 +185,20 @@ def _context(options: argparse.Namespace) -> int:
 
 
 def two_serve(rows: Rows, options: argparse.Namespace) -> None:
-    """`halocline serve --gpus 2` on the model of `two_make`: ready, answers alone and together, drain, nobody left."""
+    """`halocline serve --gpus 2` on the model of `two_make`: ready, answers alone and together, drain, nobody left.
+
+    `--warm` serves a few layers of its own writing instead, so that all kernels of this start are compiled.
+    """
+    if options.warm:
+        with rows.guard("two_warm_serve"):
+            _warm(rows, options)
+        return
     folder = folder_of(options)
     with rows.guard("two_serve"):
         layers = _layers_of(folder)
         params: dict[str, Any] = {"layers": layers}
         context = ["--max-context", str(_context(options))]
-        with _served(folder, context) as server:
+        with telling_of_kernels(), _served(folder, context) as server:
             table = server.wait_until_ready()
             rows.add("two_serve.ready", server.seconds_to_ready, "s", params=params)
             rows.add("two_serve.where", table, "s to each line of the log", params=params)
@@ -195,6 +209,25 @@ def two_serve(rows: Rows, options: argparse.Namespace) -> None:
             rows.add("two_serve.ended", ended, "status and seconds", params={**params, "left": left})
         if ended["status"] != 0 or left:
             raise RuntimeError(f"the server ended with {ended['status']}, processes left: {left}")
+
+
+def _warm(rows: Rows, options: argparse.Namespace) -> None:
+    """Starts a server as `two_serve` does, but for the depth and small caches, and ends it once it has answered."""
+    folder = folder_of(options).with_name("halocline-two-few")
+    layers = min(_FEW_LAYERS, preset(_preset(options)).num_hidden_layers)
+    params = {"layers": layers}
+    caches = _SMALL_CACHES if options.tiny else _CACHES
+    more = ["--max-context", str(_context(options)), "--cache-bytes", str(caches)]
+    try:
+        _make(rows, options, folder, layers, workers=2)
+        with telling_of_kernels(), _served(folder, more) as server:
+            table = server.wait_until_ready()
+            rows.add("two_warm_serve.ready", server.seconds_to_ready, "s", params=params)
+            rows.add("two_warm_serve.where", table, "s to each line of the log", params=params)
+            server.complete("halocline: fresh above, salt below. " * 8, tokens=4)
+            server.drain()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

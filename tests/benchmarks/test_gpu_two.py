@@ -57,6 +57,7 @@ def test_exchanges_and_a_model_are_tried_in_every_kind_of_mode(tmp_path: Path) -
     assert [row["params"]["mode"] for row in named(rows, "two_smoke.ranks.seconds")] == ["tp-ep", "dp-sent"]
     line = next(one for one in verdicts(rows) if one.line.startswith("two GPUs: exchanges"))
     assert line.passed, line.said
+    assert "all_reduce=reference" in line.said
 
 
 def test_each_rank_has_its_share_of_the_batch(tmp_path: Path) -> None:
@@ -119,6 +120,17 @@ def test_a_model_is_made_generated_from_and_served(tmp_path: Path) -> None:
     assert (tmp_path / "halocline-two" / "config.json").is_file()
     assert "ready" in tables(rows)["Two GPUs: seconds of a server's start"]
     assert shared_facts(rows)["commit"] == "c"
+
+
+@pytest.mark.slow
+def test_what_a_server_needs_is_compiled_by_serving_a_few_layers(tmp_path: Path) -> None:
+    rows = run(tmp_path, "two_serve", "--warm")
+    (ready,) = named(rows, "two_warm_serve.ready")
+    assert ready["params"] == {"layers": 4}
+    assert ready["value"] > 0
+    assert not list(tmp_path.glob("halocline-two*/")), "the layers go, and the whole model is not touched"
+    lines = {one.line: one.passed for one in verdicts(rows)}
+    assert lines["two GPUs, whole depth: serve loads, answers, drains"] is None
 
 
 # ---- what they are made of ------------------------------------------------------------------------------------------
