@@ -1,14 +1,28 @@
-"""Runtime services of a GPU through torch, which has one interface for both vendors: graphs, memory facts, waiting."""
+"""Runtime services of a GPU through torch, which has one interface for both vendors.
+
+Graphs, memory facts, waiting, and the parallel compilation of kernels before their first launch.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from halocline.hal.backend import Progress
+
 __all__ = ["RUNTIME", "TorchRuntime"]
+
+logger = logging.getLogger(__name__)
+
+# Modules whose kernels do nothing while launches are recorded. What another library launches would happen, on numbers
+# that no kernel has written.
+_RECORDED = frozenset({"triton"})
 
 
 class TorchRuntime:
@@ -43,6 +57,23 @@ class TorchRuntime:
     def synchronize(self) -> None:
         """Waits until the device has done what was launched."""
         torch.cuda.synchronize()
+
+    def can_build(self, libraries: Collection[str]) -> bool:
+        """Whether every launch of kernels over these libraries can be recorded instead."""
+        return _RECORDED.issuperset(libraries)
+
+    def build(self, run: Callable[[], None], *, workers: int, progress: Progress) -> None:
+        """Compiles side by side what `run` would launch. See `halocline.hal.backend.Backend`."""
+        from triton.runtime import driver
+
+        from halocline.kernels_portable.build import build_launches, distinct_launches
+
+        try:
+            launches = distinct_launches(run, driver.active.get_current_target())
+            begin_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+            build_launches(launches, workers=workers, progress=progress, begin_thread=begin_thread)
+        except Exception as error:  # whatever a step may raise on numbers that nothing has computed
+            logger.debug("kernels are compiled when first launched: %s: %s", type(error).__name__, error)
 
 
 RUNTIME = TorchRuntime()

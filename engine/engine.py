@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from halocline.engine.graphs import GraphCapture
     from halocline.engine.ranks.lead import Lead
     from halocline.engine.sampler import Sampler
+    from halocline.engine.warm_up import Builder
     from halocline.models.interface import CausalModel
 
 __all__ = ["Engine", "EngineHealth", "EngineStats"]
@@ -105,6 +106,7 @@ class Engine:
         capture: GraphCapture | None = None,
         clock: Callable[[], float] = time.monotonic,
         lead: Lead | None = None,
+        build: Builder | None = None,
     ) -> None:
         """Plans memory, allocates everything and warms up.
 
@@ -116,6 +118,7 @@ class Engine:
             capture: The backend's graphs, or None to run eagerly.
             clock: Seconds; deadlines and timings are in its time.
             lead: The other ranks, or None for one process.
+            build: Compiles in parallel what the warm-up launches, or None.
 
         Raises:
             OutOfPagesError: If a request of the longest context does not fit.
@@ -154,6 +157,7 @@ class Engine:
             device=torch.device(device),
             capture=capture,
             exchange=lead.exchange if lead is not None else None,
+            build=build,
         )
         self.driver = StepDriver(
             self.runner,

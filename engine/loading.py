@@ -24,7 +24,7 @@ from halocline.engine.prompt import Prompter
 from halocline.engine.ranks.joining import check_model_sizes, join_ranks, start_facts
 from halocline.engine.sampler import Sampler
 from halocline.engine.tokenizer import Tokenizer
-from halocline.engine.warm_up import warm_up_tokens
+from halocline.engine.warm_up import kernel_builder, warm_up_tokens
 from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.errors import CheckpointError, ConfigError, lines
 from halocline.hal.formats import Recipe, recipe
@@ -38,6 +38,8 @@ from halocline.models.parallel import SINGLE, Parallel
 if TYPE_CHECKING:
     from halocline.engine.graphs import GraphCapture
     from halocline.engine.ranks.team import Team
+    from halocline.engine.warm_up import Builder
+    from halocline.hal.backend import Backend
     from halocline.hal.device import Device
     from halocline.hal.ops import Ops
     from halocline.hal.table import KernelTable
@@ -111,12 +113,14 @@ class PreparedModel:
             self.follow()
             raise SystemExit(0)
         with self._reporting():
-            device, chosen, table, capture = self._choose()
+            device, chosen, table, backend = self._choose()
             parallel = self._join(device, chosen, table)
             ops, torch_device = load_ops(table), device_of_process(device, self.options)
             model = _read_weights(self.checkpoint, chosen, table, parallel, torch_device, self.options)
-            config = self._engine_config(device, chosen, capture)
-            engine = _make_engine(model, ops, config, self.team, torch_device, capture)
+            config = self._engine_config(device, chosen, backend)
+            # Several ranks try out what they share at their first exchange, and look at what came of it.
+            build = None if self.team is not None else kernel_builder(table, backend, shown=self.options.progress)
+            engine = _make_engine(model, ops, config, self.team, torch_device, backend, build)
         return LoadedModel(
             options=self.options,
             recipe=chosen,
@@ -134,21 +138,21 @@ class PreparedModel:
         team = self.team
         assert team is not None, "a process alone has nobody to follow"
         with self._reporting():
-            device, chosen, table, capture = self._choose()
+            device, chosen, table, backend = self._choose()
             parallel = self._join(device, chosen, table)
             ops, torch_device = load_ops(table), device_of_process(device, self.options)
             model = _read_weights(self.checkpoint, chosen, table, parallel, torch_device, self.options)
-            self._engine_config(device, chosen, capture)
+            self._engine_config(device, chosen, backend)
             team.wait_for_all()
-            Follower(model, team, ops, device=torch_device, capture=capture).run()
+            Follower(model, team, ops, device=torch_device, capture=backend).run()
         if not self.keeps_team:
             team.leave()
 
     def _reporting(self) -> AbstractContextManager[None]:
         return nullcontext() if self.team is None else self.team.reporting()
 
-    def _choose(self) -> tuple[Device, Recipe, KernelTable, GraphCapture | None]:
-        """Device, recipe, kernels and graphs, from this machine and the options alone."""
+    def _choose(self) -> tuple[Device, Recipe, KernelTable, Backend | None]:
+        """Device, recipe, kernels and runtime services, from this machine and the options alone."""
         options, checkpoint, sizes = self.options, self.checkpoint, self.options.sizes
         device = probe(options.settings)
         chosen = recipe(options.recipe or ("served" if device.is_gpu else "recipe"))
@@ -170,8 +174,8 @@ class PreparedModel:
         )
         if self.team is not None and table.watch is not None:
             raise ConfigError("comparing and recording look into one process; run it without further ranks")
-        capture = None if table.watch is not None else load_backend(load_manifests(), device.vendor)
-        return device, chosen, table, capture
+        backend = None if table.watch is not None else load_backend(load_manifests(), device.vendor)
+        return device, chosen, table, backend
 
     def _join(self, device: Device, chosen: Recipe, table: KernelTable) -> Parallel:
         """Compares the ranks, then opens their groups; one process has nothing to do."""
@@ -180,7 +184,7 @@ class PreparedModel:
         self.team.compare(start_facts(self.options, self.checkpoint, chosen, table))
         return self.team.open_groups(device_of_process(device, self.options))
 
-    def _engine_config(self, device: Device, chosen: Recipe, capture: GraphCapture | None) -> EngineConfig:
+    def _engine_config(self, device: Device, chosen: Recipe, backend: Backend | None) -> EngineConfig:
         """Sizes the caches by what is left beside the weights, on the rank that has least."""
         options, groups = self.options, self.options.sizes.dp
         asked = (256 if device.is_gpu else 32) if options.max_requests is None else options.max_requests
@@ -189,7 +193,7 @@ class PreparedModel:
         if options.max_step_tokens is not None:
             max_step_tokens = options.max_step_tokens
         limit = cache_bytes(device, options)
-        can_capture = capture is not None and options.a2a == "none"  # rows are sent by counts that the host reads
+        can_capture = backend is not None and options.a2a == "none"  # rows are sent by counts that the host reads
         return EngineConfig(
             cache_bytes=limit if self.team is None else self.team.least(limit),
             max_requests=max_requests,
@@ -299,6 +303,7 @@ def _make_engine(
     team: Team | None,
     device: str,
     capture: GraphCapture | None,
+    build: Builder | None,
 ) -> Engine:
     """Allocates the caches and warms up."""
     begun = time.perf_counter()
@@ -311,7 +316,7 @@ def _make_engine(
 
         team.wait_for_all()
         lead = Lead(team, ops, torch.device(device))
-    engine = Engine(model, sampler, config, device=device, capture=capture, lead=lead)
+    engine = Engine(model, sampler, config, device=device, capture=capture, lead=lead, build=build)
     logger.info(
         "warm-up: done in %.1f s, of which first steps and %d graphs took %.1f s",
         time.perf_counter() - begun,

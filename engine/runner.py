@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from halocline.engine.logit_exchange import LogitExchange
     from halocline.engine.memory_plan import MemoryPlan
     from halocline.engine.step_plan import StepPlan
+    from halocline.engine.warm_up import Builder
     from halocline.hal.ops.attention import AttentionPlan
     from halocline.hal.ops.batch import BatchMetadata
     from halocline.models.interface import CausalModel, ModelCache
@@ -53,6 +54,7 @@ class ModelRunner:
         device: torch.device,
         capture: GraphCapture | None = None,
         exchange: LogitExchange | None = None,
+        build: Builder | None = None,
     ) -> None:
         """Allocates the caches and all buffers; `warm_up` makes it ready.
 
@@ -63,6 +65,7 @@ class ModelRunner:
             device: Where the model runs.
             capture: The backend's graphs, needed when `config.graph_sizes` has sizes.
             exchange: What several ranks exchange around sampling; None for one process.
+            build: Compiles in parallel what a function launches; None leaves kernels to their first launch.
         """
         self.model = model
         self.cache: ModelCache = model.allocate_cache(
@@ -91,6 +94,7 @@ class ModelRunner:
             max_positions=memory.max_positions,
         )
         self._exchange = exchange
+        self._build = build
         self._plans: dict[bool, AttentionPlan] = {}
         self._logits_RV = torch.zeros(0, 0)
 
@@ -104,6 +108,17 @@ class ModelRunner:
         for mixed, buffers in ((True, self.tensors.mixed), (False, self.tensors.decode)):
             everything = self.tensors.padding(buffers, buffers.layout.max_tokens, buffers.layout.max_requests)
             self._plans[mixed] = self.model.plan_step(everything, self.geometry, reuse=None)
+        if self._build is not None:
+            self._build(self._try_steps)
+        self._try_steps()
+        if self._capture is not None and self.graphs.sizes:
+            sizes = (self.graphs.sizes[-1], self.model.vocab_size)
+            self._logits_RV = torch.zeros(sizes, dtype=torch.float32, device=self.device)
+            self.graphs.record(self._capture, self._padded_step)
+        return time.perf_counter() - start
+
+    def _try_steps(self) -> None:
+        """Runs the steps of the warm-up on padding and looks at nothing that they compute."""
         for step in self._warm_up_steps:
             batch = self.tensors.padding(
                 self.tensors.mixed if step.mixed else self.tensors.decode,
@@ -114,11 +129,6 @@ class ModelRunner:
             )
             output = self.model.forward(batch, self._refresh_plan(batch, mixed=step.mixed), self.cache)
             self.model.compute_logits(output.hidden_TD[:MOST_ROWS])
-        if self._capture is not None and self.graphs.sizes:
-            sizes = (self.graphs.sizes[-1], self.model.vocab_size)
-            self._logits_RV = torch.zeros(sizes, dtype=torch.float32, device=self.device)
-            self.graphs.record(self._capture, self._padded_step)
-        return time.perf_counter() - start
 
     def _padded_step(self, size: int) -> Callable[[], None]:
         """The function that a graph of this size records."""

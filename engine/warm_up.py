@@ -2,14 +2,27 @@
 
 Kernels are compiled apart for some numbers of a step: tiles by tokens, parts by tokens that decode, selections by the
 longest sequence. Each of these choices changes a few times only as its number grows, so that a few sizes meet them all.
-The steps follow from the configuration alone: every rank runs the same ones. Free of torch.
+The steps follow from the configuration alone: every rank runs the same ones. What they launch may be compiled in
+parallel before the first of them. Free of torch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["WarmUpStep", "warm_up_steps", "warm_up_tokens"]
+from halocline.engine.progress import progress_bar
+
+if TYPE_CHECKING:
+    from halocline.hal.backend import Backend
+    from halocline.hal.table import KernelTable
+
+__all__ = ["Builder", "WarmUpStep", "kernel_builder", "warm_up_steps", "warm_up_tokens"]
+
+Builder = Callable[[Callable[[], None]], None]
+"""Compiles what a function launches, in parallel and without its launches, before the function is called."""
 
 _FEWEST_POSITIONS = 256
 _MOST_ALONE = 256  # tokens of one request: enough for what serves a long prompt alone
@@ -88,3 +101,17 @@ def warm_up_steps(
         steps.append(beside(1, min(alone, max_step_tokens - 1)))
     steps += [decode(size) for size in sorted({*sizes, max_requests}) if size <= max_requests]
     return tuple(dict.fromkeys(steps))
+
+
+def kernel_builder(table: KernelTable, backend: Backend | None, *, shown: bool | None = None) -> Builder | None:
+    """What compiles kernels on all cores of this process; None where their launches cannot be foreseen.
+
+    Args:
+        table: Which kernels there are.
+        backend: Runtime services of their device; None for a device that compiles nothing.
+        shown: Whether to draw a bar; None draws one if stderr is a terminal.
+    """
+    if backend is None or not backend.can_build(table.libraries):
+        return None
+    progress = functools.partial(progress_bar, "compiling kernels", shown=shown)
+    return functools.partial(backend.build, workers=len(os.sched_getaffinity(0)), progress=progress)

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from halocline.hal.errors import ConfigError, KernelImportError, lines
 from halocline.hal.op import KernelSpec
 
-__all__ = ["GROUP", "Backend", "Manifest", "load_backend", "load_manifests", "specs_of"]
+__all__ = ["GROUP", "Backend", "Manifest", "Progress", "load_backend", "load_manifests", "specs_of"]
 
 GROUP = "halocline.backends"
+
+Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Takes the size of some work and shows, within, how much of it is done."""
 
 
 class Backend(Protocol):
@@ -37,6 +41,22 @@ class Backend(Protocol):
 
     def synchronize(self) -> None:
         """Waits until the device has done what was launched."""
+        ...
+
+    def can_build(self, libraries: Collection[str]) -> bool:
+        """Whether `build` knows what kernels over these libraries launch."""
+        ...
+
+    def build(self, run: Callable[[], None], *, workers: int, progress: Progress) -> None:
+        """Compiles side by side what `run` would launch, so that a call of it afterwards finds it compiled.
+
+        A start never fails here: what cannot be compiled now is left to the launch.
+
+        Args:
+            run: Called once, with its launches recorded instead of done; it reads and writes nothing but scratch.
+            workers: Threads that compile.
+            progress: Shows how many kernels are ready, unless they all are at once.
+        """
         ...
 
 

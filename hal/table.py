@@ -136,6 +136,13 @@ class KernelTable:
         return tuple(dict.fromkeys(binding.op for binding in self.bindings if len(binding.kernels) > 1))
 
     @property
+    def libraries(self) -> frozenset[str]:
+        """Modules of the libraries that the chosen kernels are called from."""
+        bound = [kernel for binding in self.bindings for kernel in binding.kernels]
+        chosen = {kernel.provider.module for kernel in bound if kernel.provider is not None}
+        return frozenset(chosen | {provider.module for kernel in bound for provider in kernel.spec.requires})
+
+    @property
     def prefill_layout(self) -> PrefillLayout:
         """The layout of prefill that the requests state, for attention plans; paged when they state none."""
         stated = (b.request.traits.get("prefill_layout") for b in self.bindings)

@@ -38,13 +38,14 @@ from halocline.engine.graphs import RerunCapture
 from halocline.engine.request import Request
 from halocline.engine.sampler import Sampler
 from halocline.engine.sampling_params import SamplingParams
-from halocline.engine.warm_up import warm_up_tokens
+from halocline.engine.warm_up import Builder, warm_up_tokens
 from halocline.hal.backend import load_manifests
 from halocline.hal.formats import Weight, recipe
 from halocline.hal.ops import Ops
 from halocline.hal.ops.attention import PrefillLayout
 from halocline.hal.runtime import prepare_name
 from halocline.kernels_portable.aot import Launch, compile_key, recording
+from halocline.kernels_portable.build import distinct_launches
 from halocline.kernels_portable.expert_alignment import pairs_of_a_step
 from halocline.kernels_portable.gemm_tiles import expert_tiles, gemm_tiles
 from halocline.kernels_portable.sparse_attention import attention_tiles, num_attention_splits
@@ -228,6 +229,7 @@ def made_engine(
     monkeypatch: pytest.MonkeyPatch,
     *,
     with_libraries: bool = False,
+    build: Builder | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """An engine that is ready on a device of which only the facts are there, and the record of its compiler."""
@@ -257,7 +259,7 @@ def made_engine(
         )
         sampler = Sampler(config.max_requests, model.vocab_size, ops, "cpu")
         sampler.warm_up()
-        engine = Engine(model, sampler, config, capture=RerunCapture())
+        engine = Engine(model, sampler, config, capture=RerunCapture(), build=build)
         compiler.is_ready = True
         yield engine, compiler
 
@@ -301,6 +303,28 @@ def test_nothing_is_compiled_once_ready(
         serve_all_kinds(engine)
     assert len(compiler.known) > 60
     assert compiler.since == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", ["paged", "ragged"])
+def test_what_is_built_before_the_warm_up_is_what_it_launches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, layout: PrefillLayout
+) -> None:
+    """A function that is built on memory of zeros has the launches of one that runs."""
+    target = DEVICES[device][0]
+    built: list[tuple[Any, ...]] = []
+    launched = Compiler(target)
+
+    def build(run: Callable[[], None]) -> None:
+        built.extend(compile_key(launch, target) for launch in distinct_launches(run, target))
+        with recording(launched.take):
+            run()
+
+    options = {"max_requests": 24, "max_step_tokens": 600, "graph_sizes": (1, 2, 4, 8, 16, 24), "build": build}
+    with made_engine(folder, device, layout, monkeypatch, **options) as (_, compiler):
+        assert compiler.since == []
+    assert len(built) == len(set(built)) > 50
+    assert set(built) == launched.known
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (1, 2, 4, 8, 16, 24)])
