@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -192,3 +193,20 @@ def test_a_backend_brings_its_runtime_services_when_its_device_is_used(
     broken = replace(manifest, runtime="toy_runtime:NOTHING")
     with pytest.raises(KernelImportError, match="the runtime services for nvidia cannot be loaded"):
         load_backend([broken], "nvidia")
+
+
+def test_libraries_know_their_cache_folder_before_they_are_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", "")  # put back after the test
+    for variable in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TILELANG_CACHE_DIR"):
+        monkeypatch.setenv(variable, "/theirs")
+    monkeypatch.delenv("DG_JIT_CACHE_DIR")
+    choose_kernels(
+        lambda *_: kernel_requests(preset("tiny"), recipe("recipe")),
+        settings=Settings.read({"HALOCLINE_CACHE_DIR": str(tmp_path)}),
+        device=cpu_profile(),
+        inventory=Inventory(),
+    )
+    assert os.environ["DG_JIT_CACHE_DIR"] == str(tmp_path / "deep_gemm")
+    assert os.environ["TRITON_CACHE_DIR"] == "/theirs"
