@@ -17,6 +17,7 @@ ROOT = FOLDER.parents[1]
 REPORT = json.loads((FOLDER / "isa_report.json").read_text())
 COLUMNS = ["kernel", "arch", "config", "vgpr", "agpr", "sgpr", "vgpr_spills", "scratch", "lds", "mfma"]
 RECORDED_WITH = "3.9.0"
+SGPR_NOISE = 8  # seen: 66 and 68 of the same source, compiled twice by the same compiler
 QUICK = [
     "attention-fp8_block64-h64-decode", "window_insert-fp8_block64", "compressor-latent-4-fp8_block64",
     "index_logits-fp8_row-codes", "index_select-2048", "streams-bfloat16-t4", "linear-fp8-m32", "experts-mxfp4-t1",
@@ -37,6 +38,13 @@ def _compile(*arguments: str) -> list[Row]:
     return rows
 
 
+def _is_same(facts: Row, known: Row | None) -> bool:
+    """Whether a compilation gave what is recorded; scalar registers differ a little from one to the next."""
+    if known is None or abs(facts["sgpr"] - known["sgpr"]) > SGPR_NOISE:
+        return False
+    return {**facts, "sgpr": 0} == {**known, "sgpr": 0}
+
+
 def _check(rows: list[Row]) -> None:
     assert [row for row in rows if row["faults"]] == []
     if importlib.metadata.version("triton") != RECORDED_WITH:
@@ -45,7 +53,9 @@ def _check(rows: list[Row]) -> None:
     changed = []
     for row in rows:
         facts = {column: row[column] for column in COLUMNS if column in row}
-        if row["arch"].startswith("gfx") and facts != recorded.get((row["kernel"], row["arch"], row["config"])):
+        if row["arch"].startswith("gfx") and not _is_same(
+            facts, recorded.get((row["kernel"], row["arch"], row["config"]))
+        ):
             changed.append(facts)
     assert changed == [], "run aot_runner.py --write-report, and explain the change where you commit it"
 
@@ -90,3 +100,11 @@ def test_the_report_names_what_the_rules_need() -> None:
     kinds = {"gfx942": "fp8_fp8", "gfx950": "f8f6f4"}
     assert {row["arch"] for row in fp8} == set(kinds)
     assert all(kinds[row["arch"]] in name for row in fp8 for name in row["mfma"])
+
+
+def test_only_scalar_registers_may_differ_and_by_little() -> None:
+    known = next(row for row in REPORT if row["arch"] == "gfx950")
+    for change, wanted in [({}, True), ({"sgpr": 8}, True), ({"sgpr": -9}, False), ({"vgpr": 1}, False)]:
+        found = {**known, **{name: known[name] + more for name, more in change.items()}}
+        assert _is_same(found, known) is wanted
+    assert not _is_same(known, None)
