@@ -31,7 +31,7 @@ def kernels_kept(folders: Sequence[Path]) -> dict[str, int]:
 @contextmanager
 def telling_of_kernels(every: float = _SECONDS) -> Iterator[None]:
     """Writes to the log how the folders of compiled kernels grow, whatever program fills them."""
-    folders = cache_folders(process_settings().foreign)
+    folders = cache_folders(process_settings())
     ended, begun, before = threading.Event(), time.monotonic(), kernels_kept(folders)
 
     def tell() -> None:

@@ -51,7 +51,7 @@ def _ready(rows: Rows, options: argparse.Namespace, name: str) -> None:
     )
     params = {"kernels": name, "lengths": list(sizes.ready_lengths), "batches": list(sizes.ready_batches)}
     rows.add("ready.warm_up", round(model.engine.warm_up_seconds, 2), "s", params=params)
-    watch = JitWatch(cache_folders(process_settings().foreign))
+    watch = JitWatch(cache_folders(process_settings()))
     _serve(model, sizes.ready_lengths, sizes.ready_batches)
     watch.close()
     found = {"kernels": watch.kernels(), "modules": watch.modules(), "programs": watch.compilers()}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["CACHE_VARIABLES", "JitWatch", "cache_folders"]
+if TYPE_CHECKING:
+    from halocline.hal.settings import Settings
 
-# Variables that say where compilers keep their kernels.
-CACHE_VARIABLES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TILELANG_CACHE_DIR")
+__all__ = ["JitWatch", "cache_folders"]
 
 _COMPILER = re.compile(
     r"(nvcc|cicc|ptxas|fatbinary|nvlink|cudafe\+\+|hipcc|amdclang\S*|ld(\.\S+)?|lld|as|collect2|cc1\S*|ninja"
@@ -31,9 +31,9 @@ def _program(arguments: tuple[Any, ...]) -> str:
     return Path(words[0]).name if words else ""
 
 
-def cache_folders(environment: Mapping[str, str]) -> tuple[Path, ...]:
-    """The folders of compiled kernels that an environment names."""
-    return tuple(Path(environment[name]) for name in CACHE_VARIABLES if environment.get(name))
+def cache_folders(settings: Settings) -> tuple[Path, ...]:
+    """The folders of compiled kernels that were decided, for all libraries or by a library's own variable."""
+    return tuple(settings.library_caches().values())
 
 
 class JitWatch:

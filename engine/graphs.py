@@ -6,7 +6,7 @@ plan and writes logits to a buffer, so a replay with other numbers in the same p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from halocline.hal.errors import MachineError, lines
@@ -43,10 +43,6 @@ class RerunCapture:
         """Runs once, as a recording would, and keeps the function."""
         run()
         return run
-
-    def can_build(self, _libraries: Collection[str]) -> bool:
-        """No: what needs a stand-in compiles nothing."""
-        return False
 
 
 class DecodeGraphs:

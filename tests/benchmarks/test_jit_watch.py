@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from halocline.benchmarks.jit_watch import JitWatch, cache_folders
+from halocline.hal.settings import Settings
 
 
 def test_everything_since_the_beginning_is_noticed(tmp_path: Path) -> None:
@@ -60,6 +61,8 @@ def test_compilers_are_told_from_other_programs(command: list[str], compiles: bo
     assert watch.compilers() == ([name] * 3 if compiles else [])
 
 
-def test_folders_come_from_the_compilers_own_variables() -> None:
-    found = cache_folders({"TRITON_CACHE_DIR": "/a", "DG_JIT_CACHE_DIR": "", "HOME": "/b"})
-    assert found == (Path("/a"),)
+def test_folders_are_those_that_were_decided() -> None:
+    own = Settings.read({"TRITON_CACHE_DIR": "/a", "DG_JIT_CACHE_DIR": "", "HOME": "/b"})
+    assert cache_folders(own) == (Path("/a"),)
+    common = Settings.read({"HALOCLINE_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/a"})
+    assert set(cache_folders(common)) == {Path("/a"), Path("/c/deep_gemm"), Path("/c/flashinfer"), Path("/c/tilelang")}
