@@ -19,7 +19,7 @@ from halocline.engine.engine import Engine
 from halocline.engine.request import Request
 from halocline.engine.sampler import Sampler
 from halocline.engine.sampling_params import SamplingParams
-from halocline.engine.warm_up import warm_up_tokens
+from halocline.engine.warm_up import kernel_builder, warm_up_tokens
 from halocline.hal.backend import load_backend, load_manifests
 from halocline.hal.formats import recipe
 from halocline.hal.probe import probe
@@ -126,5 +126,7 @@ def load_model(
     sampler = Sampler(max_requests, model.vocab_size, load_ops(table), device.torch_device)
     if warms_up:
         sampler.warm_up()
-    capture = load_backend(load_manifests(), device.vendor) if graph_sizes else None
-    return GpuModel(table=table, engine=Engine(model, sampler, config, device=device.torch_device, capture=capture))
+    backend = load_backend(load_manifests(), device.vendor) if graph_sizes or warms_up else None
+    build = kernel_builder(table, backend) if warms_up else None
+    engine = Engine(model, sampler, config, device=device.torch_device, capture=backend, build=build)
+    return GpuModel(table=table, engine=engine)

@@ -103,7 +103,7 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
     from halocline.engine.config import EngineConfig
     from halocline.engine.engine import Engine
     from halocline.engine.sampler import Sampler
-    from halocline.engine.warm_up import warm_up_tokens
+    from halocline.engine.warm_up import kernel_builder, warm_up_tokens
     from halocline.hal.backend import load_backend, load_manifests
     from halocline.hal.runtime import load_ops
     from halocline.models.deepseek_v4.presets import first_layers
@@ -127,7 +127,8 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
     )
     sampler = Sampler(config.max_requests, model.vocab_size, load_ops(table), network.device)
     sampler.warm_up()
-    capture = load_backend(load_manifests(), table.device.vendor)
-    engine = Engine(model, sampler, config, device=network.device, capture=capture)
+    backend = load_backend(load_manifests(), table.device.vendor)
+    build = kernel_builder(table, backend)
+    engine = Engine(model, sampler, config, device=network.device, capture=backend, build=build)
     laps.lap("caches, warm-up and graphs")
     return engine, layers

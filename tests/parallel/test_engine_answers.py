@@ -48,7 +48,11 @@ PLAIN = [
 ]
 PREEMPTED = [{"add": 250 + seed, "max_tokens": 12, "logprobs": 2, "prompt_seed": seed} for seed in range(4)]
 DECODED = [{"add": 4 + seed, "max_tokens": 3 + 2 * seed, "logprobs": 2, "prompt_seed": seed} for seed in range(4)]
-SAMPLED = [{"add": 5 + seed, "max_tokens": 10, "temperature": 0.8, "prompt_seed": seed} for seed in range(3)]
+# Nothing names their draws, so that the model's end token may be among them.
+SAMPLED = [
+    {"add": 5 + seed, "max_tokens": 10, "temperature": 0.8, "ignore_eos": True, "prompt_seed": seed}
+    for seed in range(3)
+]
 SESSIONS = [
     {"script": PLAIN},
     {"script": PREEMPTED, "engine": {"max_token_pages": 3}},
