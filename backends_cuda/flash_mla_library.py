@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,9 +24,11 @@ from halocline.hal.formats import RowFormat, cache_layout
 from halocline.hal.ops.kv_cache import CacheHandle
 from halocline.hal.runtime import import_provider
 
-__all__ = ["FlashMla", "flash_mla", "flash_mla_pages", "num_schedule_parts", "pad_heads"]
+__all__ = ["HEADS", "FlashMla", "flash_mla", "flash_mla_pages", "num_schedule_parts", "pad_heads"]
 
-_HEADS = (64, 128)
+HEADS = (64, 128)
+"""Numbers of heads that the library computes."""
+
 _ROWS = 64  # rows of a block of the decode kernel
 # What the library's own scheduler says of one token with two blocks, a part for each; then a part without work.
 _TWO_BLOCKS = [[0, 0, 0, 1, 0, 1, 1], [0, 0, 1, 2, 1, 1, 1]]
@@ -34,21 +36,31 @@ _TWO_BLOCKS = [[0, 0, 0, 1, 0, 1, 1], [0, 0, 1, 2, 1, 1, 1]]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FlashMla:
-    """The library's functions.
+    """The library's functions, looked up in each call: what launches is stood in for in a step that is not run.
 
     Attributes:
-        decode: `flash_mla_with_kvcache`.
-        prefill: `flash_mla_sparse_fwd`.
-        new_schedule: Makes an empty schedule object, which the first call that takes it fills.
+        module: Where they are.
         options: Keywords that this home needs in both calls.
         prefill_lse_unit: Factor that makes the log-sum-exp of prefill natural.
     """
 
-    decode: Callable[..., tuple[Tensor, Tensor]]
-    prefill: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    new_schedule: Callable[[], object]
+    module: Any
     options: Mapping[str, Any]
     prefill_lse_unit: float
+
+    def decode(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """`flash_mla_with_kvcache`: output and log-sum-exp."""
+        found: tuple[Tensor, Tensor] = self.module.flash_mla_with_kvcache(*arguments, **options)
+        return found
+
+    def prefill(self, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """`flash_mla_sparse_fwd`: output, largest logits, log-sum-exp."""
+        found: tuple[Tensor, Tensor, Tensor] = self.module.flash_mla_sparse_fwd(*arguments, **options)
+        return found
+
+    def new_schedule(self) -> Any:
+        """An empty schedule object, which the first call that takes it fills."""
+        return self.module.get_mla_metadata()[0]
 
 
 @functools.cache
@@ -60,9 +72,7 @@ def flash_mla() -> FlashMla:
     has_halves = "use_legacy" in inspect.signature(module.flash_mla_with_kvcache).parameters
     legacy = has_halves and torch.cuda.get_device_capability()[0] == 9
     return FlashMla(
-        decode=module.flash_mla_with_kvcache,
-        prefill=module.flash_mla_sparse_fwd,
-        new_schedule=lambda: module.get_mla_metadata()[0],
+        module=module,
         options={"use_legacy": True} if legacy else {},
         prefill_lse_unit=math.log(2.0) if in_sgl_kernel else 1.0,
     )
@@ -121,9 +131,9 @@ def pad_heads(q_THD: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
         ShapeError: If there are more than 128 heads.
     """
     num_heads = q_THD.shape[1]
-    wanted = next((heads for heads in _HEADS if heads >= num_heads), None)
+    wanted = next((heads for heads in HEADS if heads >= num_heads), None)
     if wanted is None:
-        raise ShapeError(f"FlashMLA computes up to {_HEADS[-1]} heads, found {num_heads}")
+        raise ShapeError(f"FlashMLA computes up to {HEADS[-1]} heads, found {num_heads}")
     sink_H = sink_H.float()
     if wanted == num_heads:
         return (q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()), sink_H.contiguous()

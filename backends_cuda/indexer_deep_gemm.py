@@ -24,7 +24,7 @@ from halocline.hal.ops.attention import AttentionPlan
 from halocline.hal.ops.indexer import IndexQuery, logits
 from halocline.hal.ops.kv_cache import CacheHandle
 
-__all__ = ["logits_deep_gemm"]
+__all__ = ["logits_deep_gemm", "logits_schedule"]
 
 _OWNER = "deep_gemm"
 _PAGE_ROWS = 64  # the only page of keys that the kernel reads on sm_90
@@ -73,7 +73,7 @@ def _paged(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, first_tok
         requests_T = plan.batch.token_requests_T[first_token:stop].clamp_min(0)
         columns = -(-num_entries // _PAGE_ROWS)
         table_TP = plan.batch.token_pages_RP[:, :columns].index_select(0, requests_T).clamp_min_(0)
-        return lengths_T1, table_TP, _schedule(lengths_T1)
+        return lengths_T1, table_TP, logits_schedule(lengths_T1)
 
     key = (first_token, num_tokens, num_entries)
     lengths_T1, table_TP, schedule = once_per_step(plan, _OWNER, key, read_plan)
@@ -91,7 +91,7 @@ def _paged(plan: AttentionPlan, query: IndexQuery, cache: CacheHandle, first_tok
     return _tensor(logits_TS)
 
 
-def _schedule(lengths_T1: Tensor) -> Tensor:
+def logits_schedule(lengths_T1: Tensor) -> Tensor:
     """The library's division of work, by a kernel that it compiles for each multiple of 32 tokens.
 
     So that these are few, it is asked about a power of two of them; those behind the last one see no key, and the

@@ -320,6 +320,6 @@ _MIXTURE = (
 MANIFEST = Manifest(
     name="cuda",
     vendor="nvidia",
-    runtime=f"{_SHARED}.runtime:RUNTIME",
+    runtime=f"{_HOME}.runtime:RUNTIME",
     specs=(*_ATTENTION, *_CACHE, *_INDEXER, *_STREAMS, *_DENSE, *_MIXTURE),
 )

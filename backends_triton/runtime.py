@@ -8,21 +8,26 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from halocline.hal.backend import Progress
+    from halocline.kernels_portable.aot import Launch
 
-__all__ = ["RUNTIME", "TorchRuntime"]
+__all__ = ["RECORDED", "RUNTIME", "TorchRuntime"]
 
 logger = logging.getLogger(__name__)
 
-# Modules whose kernels do nothing while launches are recorded. What another library launches would happen, on numbers
-# that no kernel has written.
-_RECORDED = frozenset({"triton"})
+RECORDED = frozenset({"triton"})
+"""Libraries whose kernels do nothing while launches are recorded.
+
+What another library launches would happen, on numbers that no kernel has written.
+"""
 
 
 class TorchRuntime:
@@ -60,20 +65,39 @@ class TorchRuntime:
 
     def can_build(self, libraries: Collection[str]) -> bool:
         """Whether every launch of kernels over these libraries can be recorded instead."""
-        return _RECORDED.issuperset(libraries)
+        return RECORDED.issuperset(libraries)
 
-    def build(self, run: Callable[[], None], *, workers: int, progress: Progress) -> None:
+    def build(self, run: Callable[[], None], *, libraries: Collection[str], workers: int, progress: Progress) -> None:
         """Compiles side by side what `run` would launch. See `halocline.hal.backend.Backend`."""
-        from triton.runtime import driver
-
-        from halocline.kernels_portable.build import build_launches, distinct_launches
-
         try:
-            launches = distinct_launches(run, driver.active.get_current_target())
-            begin_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
-            build_launches(launches, workers=workers, progress=progress, begin_thread=begin_thread)
+            self._build(run, libraries, workers, progress)
         except Exception as error:  # whatever a step may raise on numbers that nothing has computed
             logger.debug("kernels are compiled when first launched: %s: %s", type(error).__name__, error)
+
+    def _build(self, run: Callable[[], None], libraries: Collection[str], workers: int, progress: Progress) -> None:
+        self._compile(self._launches(run), workers, progress)
+
+    def _launches(self, run: Callable[[], None]) -> list[Launch]:
+        """What `run` would launch through Triton, each once."""
+        from triton.runtime import driver
+
+        from halocline.kernels_portable.build import distinct_launches
+
+        return distinct_launches(run, driver.active.get_current_target())
+
+    def _compile(
+        self,
+        launches: Sequence[Launch],
+        workers: int,
+        progress: Progress,
+        *,
+        others: Mapping[Future[None], str] = MappingProxyType({}),
+    ) -> None:
+        """Compiles launches, and waits for other work that compiles."""
+        from halocline.kernels_portable.build import build_launches
+
+        begin_thread = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+        build_launches(launches, workers=workers, progress=progress, begin_thread=begin_thread, others=others)
 
 
 RUNTIME = TorchRuntime()

@@ -178,7 +178,7 @@ PARTS = (
         proves="nothing is compiled and no module imported once an engine is ready",
         call=2,
         seconds=240,
-        gib=6,
+        gib=14,
         own_caches=True,
     ),
     Part(
@@ -224,7 +224,7 @@ PARTS = (
         proves="compiles what the next start finds",
         call=2,
         seconds=250,
-        gib=34,
+        gib=42,
     ),
     _warm(
         "warm-pro",

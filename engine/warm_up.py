@@ -104,7 +104,7 @@ def warm_up_steps(
 
 
 def kernel_builder(table: KernelTable, backend: Backend | None, *, shown: bool | None = None) -> Builder | None:
-    """What compiles kernels on all cores of this process; None where their launches cannot be foreseen.
+    """What compiles kernels on all processors of this process; None where their launches cannot be foreseen.
 
     Args:
         table: Which kernels there are.
@@ -114,4 +114,5 @@ def kernel_builder(table: KernelTable, backend: Backend | None, *, shown: bool |
     if backend is None or not backend.can_build(table.libraries):
         return None
     progress = functools.partial(progress_bar, "compiling kernels", shown=shown)
-    return functools.partial(backend.build, workers=len(os.sched_getaffinity(0)), progress=progress)
+    workers = len(os.sched_getaffinity(0))
+    return functools.partial(backend.build, libraries=table.libraries, workers=workers, progress=progress)

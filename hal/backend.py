@@ -47,14 +47,15 @@ class Backend(Protocol):
         """Whether `build` knows what kernels over these libraries launch."""
         ...
 
-    def build(self, run: Callable[[], None], *, workers: int, progress: Progress) -> None:
+    def build(self, run: Callable[[], None], *, libraries: Collection[str], workers: int, progress: Progress) -> None:
         """Compiles side by side what `run` would launch, so that a call of it afterwards finds it compiled.
 
         A start never fails here: what cannot be compiled now is left to the launch.
 
         Args:
             run: Called once, with its launches recorded instead of done; it reads and writes nothing but scratch.
-            workers: Threads that compile.
+            libraries: What its kernels are called from, as `can_build` took it.
+            workers: Processors that may compile.
             progress: Shows how many kernels are ready, unless they all are at once.
         """
         ...

@@ -22,7 +22,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 __all__ = ["Launch", "compile_key", "compile_launch", "recorded_launches", "recording"]
 
-_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "maxnreg")
 _POINTERS = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
@@ -44,7 +43,7 @@ class Launch:
     Attributes:
         kernel: The jitted function.
         arguments: Every argument by name: tensors, numbers and compile-time constants.
-        options: Compiler options such as `num_warps`.
+        options: Compiler options such as `num_warps`, in the launch's order, by which Triton remembers them.
         grid: Programs.
     """
 
@@ -64,7 +63,7 @@ def recording(take: Callable[[Launch], object]) -> Iterator[None]:
     """Within, every kernel launch is handed to `take` instead; nothing is computed."""
 
     def record(kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        options = {name: kwargs.pop(name) for name in [*kwargs] if name not in kernel.arg_names}
         arguments = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
         take(Launch(kernel=kernel, arguments=arguments, options=options, grid=tuple(grid)))
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def build_launches(
     workers: int,
     progress: Callable[[int], AbstractContextManager[Callable[[int], None]]],
     begin_thread: Callable[[], None] | None = None,
+    others: Mapping[Future[None], str] = MappingProxyType({}),
 ) -> None:
     """Compiles for the current device what recorded launches need, or finds it in Triton's cache.
 
@@ -111,22 +113,27 @@ def build_launches(
         workers: Threads. Triton's compiler releases the interpreter for most of its time.
         progress: Takes the number of kernels and shows how many of them are ready; not used if all are at once.
         begin_thread: Called first in each thread, to choose the device there.
+        others: What else is being compiled meanwhile, with names; counted and waited for, too.
     """
-    if not launches:
+    if not launches and not others:
         return
     device = driver.active.get_current_device()
     for launch in launches:
         launch.kernel.device_caches[device]  # made here, as it would be made twice by two threads
-    pool = ThreadPoolExecutor(min(workers, len(launches)), initializer=begin_thread)
+    pool = ThreadPoolExecutor(max(1, min(workers, len(launches))), initializer=begin_thread)
     try:
-        pending: dict[Future[None], Launch] = {pool.submit(_compile, launch): launch for launch in launches}
+        own = {pool.submit(_compile, launch): launch.name for launch in launches}
+        pending = {**own, **others}
         if wait(pending, timeout=_QUIET_SECONDS).not_done:
             with progress(len(pending)) as advance:
                 for number, _ in enumerate(as_completed(pending), 1):
                     advance(number)
     finally:
         pool.shutdown(cancel_futures=True)
-    _warn({launch.name: future.exception() for future, launch in pending.items() if future.exception()})
+    _warn({name: future.exception() for future, name in own.items() if future.exception()})
+    for future, name in others.items():
+        if future.exception():  # it may go right in a step, or else that tells everything
+            logger.debug("%s: not compiled beforehand: %s", name, future.exception())
 
 
 def _compile(launch: Launch) -> None:

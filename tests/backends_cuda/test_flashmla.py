@@ -98,13 +98,12 @@ def _softmax(q: Tensor, rows: Tensor, seen: Tensor, scale: float, sink: Tensor) 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     found = Library()
-    taken = FlashMla(
-        decode=found.decode,
-        prefill=found.prefill,
-        new_schedule=found.new_schedule,
-        options={},
-        prefill_lse_unit=math.log(2.0),
+    module = SimpleNamespace(
+        flash_mla_with_kvcache=found.decode,
+        flash_mla_sparse_fwd=found.prefill,
+        get_mla_metadata=lambda: (found.new_schedule(), None),
     )
+    taken = FlashMla(module=module, options={}, prefill_lse_unit=math.log(2.0))
     monkeypatch.setattr(attention_flashmla, "flash_mla", lambda: taken)
     monkeypatch.setattr(attention_flashmla, "num_schedule_parts", lambda heads, device: {64: 132, 128: 66}[heads])
 

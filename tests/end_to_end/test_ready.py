@@ -31,6 +31,9 @@ from halocline.backends_cuda import (
     indexer_deep_gemm,
     moe_triton_kernels,
 )
+from halocline.backends_cuda.flash_mla_library import FlashMla
+from halocline.backends_cuda.make_calls import make
+from halocline.backends_cuda.noted_calls import noting
 from halocline.engine.admission import admit
 from halocline.engine.config import EngineConfig
 from halocline.engine.engine import Engine
@@ -149,18 +152,17 @@ class Mhc:
         return torch.empty_like(streams)
 
 
-def stand_in_for_flash_mla() -> SimpleNamespace:
+class FlashMlaModule:
     """FlashMLA's calls, which are compiled beforehand."""
 
-    def decode(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def flash_mla_with_kvcache(self, q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(q), torch.empty(len(q), q.shape[2], 1)
 
-    def prefill(q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor]:
+    def flash_mla_sparse_fwd(self, q: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None, Tensor]:
         return torch.empty_like(q), None, torch.empty(q.shape[:2])
 
-    return SimpleNamespace(
-        decode=decode, prefill=prefill, new_schedule=SimpleNamespace, options={}, prefill_lse_unit=1.0
-    )
+    def get_mla_metadata(self) -> tuple[SimpleNamespace, None]:
+        return SimpleNamespace(), None
 
 
 def stand_in_for_triton_kernels(compiler: Compiler) -> SimpleNamespace:
@@ -203,11 +205,15 @@ def library_ops(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Ops:
             gate_up=gate_up.shape[1], gate_up_precision=None, down=down.shape[1], down_precision=None,
         )  # fmt: skip
 
-    deep_gemm, experts = DeepGemm(compiler), stand_in_for_triton_kernels(compiler)
+    experts = stand_in_for_triton_kernels(compiler)
+    deep_gemm, mhc, flash_mla = DeepGemm(compiler), Mhc(), FlashMlaModule()
+    for name, library in {"deep_gemm": deep_gemm, "flashinfer.mhc": mhc, "sgl_kernel.flash_mla": flash_mla}.items():
+        monkeypatch.setitem(sys.modules, name, library)
+    attention = FlashMla(module=flash_mla, options={}, prefill_lse_unit=1.0)
     for module in (gemm_deep_gemm, attention_deep_gemm, indexer_deep_gemm, hyper_connection_flashinfer):
         monkeypatch.setattr(module, "deep_gemm", lambda: deep_gemm)
-    monkeypatch.setattr(hyper_connection_flashinfer, "_mhc", Mhc)
-    monkeypatch.setattr(attention_flashmla, "flash_mla", stand_in_for_flash_mla)
+    monkeypatch.setattr(hyper_connection_flashinfer, "_mhc", lambda: mhc)
+    monkeypatch.setattr(attention_flashmla, "flash_mla", lambda: attention)
     monkeypatch.setattr(attention_flashmla, "num_schedule_parts", lambda heads, device: 132)
     monkeypatch.setattr(moe_triton_kernels, "_library", lambda: experts)
     return Ops({**kernels_called(LIBRARIES), "moe.prepare_experts": prepare_experts})
@@ -341,6 +347,34 @@ def test_libraries_compile_nothing_either(
     }  # fmt: skip
     assert {key[2] for key in compiler.known if key[0] == "fp8_gemm_nt"} == {16, 32, 64, 128, 192, 256, 512}
     assert compiler.since == []
+
+
+def test_calls_noted_beforehand_are_what_libraries_compile_for_the_warm_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made on zeros by another process, they have a library compile what the steps of a warm-up would."""
+    target = DEVICES["sm_90"][0]
+    built, launched = Compiler(target), Compiler(target)
+
+    def build(run: Callable[[], None]) -> None:
+        library, everything = sys.modules["deep_gemm"], sys.modules["deep_gemm"].compiler
+        library.compiler = built
+        with noting({"deep_gemm", "flashinfer", "sgl_kernel"}) as calls:
+            distinct_launches(run, target)
+        assert built.known == set()
+        for call in calls.values():
+            make(call, torch.device("cpu"))
+        library.compiler = launched
+        with recording(launched.take):
+            run()
+        library.compiler = everything
+
+    options = {"max_requests": 24, "max_step_tokens": 600, "graph_sizes": (1, 2, 4, 8, 16, 24), "build": build}
+    with made_engine(folder, "sm_90", "ragged", monkeypatch, with_libraries=True, **options) as (_, compiler):
+        assert compiler.since == []
+    kinds = {"fp8_gemm_nt", "fp8_einsum", "metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits", "tf32_hc_prenorm_gemm"}
+    assert {key[0] for key in built.known} == kinds
+    assert built.known == {key for key in launched.known if key[0] in kinds}
 
 
 @pytest.mark.parametrize("most", [128, 600, 2048, 3000, 8192])
