@@ -6,6 +6,8 @@ processes share. What was made once with some version on some kind of device is 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import pickle
@@ -45,7 +47,11 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        self._ask(str(device), _START_SECONDS)
+        try:
+            self._ask(str(device), _START_SECONDS)
+        except RuntimeError:
+            self.close()
+            raise
 
     def make(self, call: LibraryCall) -> None:
         """Has a call made.
@@ -55,10 +61,17 @@ class _Process:
         """
         self._ask(call, _CALL_SECONDS)
 
-    def stop(self) -> None:
+    def kill(self) -> None:
         """Ends it, whatever it does."""
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Gives back its pipes, once nobody waits for it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
 
     def _ask(self, message: Any, seconds: float) -> None:
         pipe_in, pipe_out = self._process.stdin, self._process.stdout
@@ -73,14 +86,14 @@ class _Process:
         except (OSError, EOFError) as error:
             problem = f"the process ended: {type(error).__name__}"
         if problem:
-            self.stop()
+            self.kill()
             raise RuntimeError(problem)
 
 
 class LibraryBuilds:
     """Calls that are being made.
 
-    Use it as a context: leaving it drops what has not begun and ends the processes.
+    Use it as a context: leaving it drops what is not done and ends the processes.
     """
 
     def __init__(self, calls: list[LibraryCall], device: torch.device, *, workers: int) -> None:
@@ -94,6 +107,7 @@ class LibraryBuilds:
         self._device = device
         self._marks = {call: _mark(call, device) for call in calls}
         missing = [call for call, mark in self._marks.items() if not mark.exists()]
+        self._processes: list[_Process] = []
         self._idle: list[_Process] = []
         self._failures = 0
         count = max(1, min(_MOST_PROCESSES, workers // 2, len(missing)))
@@ -110,9 +124,12 @@ class LibraryBuilds:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._most_failures = 0  # what has not begun fails at once
+        for process in self._processes:
+            process.kill()
         self._pool.shutdown(cancel_futures=True)
-        for process in self._idle:
-            process.stop()
+        for process in self._processes:
+            process.close()
 
     def _make(self, call: LibraryCall) -> None:
         if self._failures >= self._most_failures:
@@ -132,7 +149,8 @@ class LibraryBuilds:
         try:
             return self._idle.pop()
         except IndexError:
-            return _Process(self._device)
+            self._processes.append(_Process(self._device))
+            return self._processes[-1]
 
 
 def _mark(call: LibraryCall, device: torch.device) -> Path:
@@ -143,6 +161,7 @@ def _mark(call: LibraryCall, device: torch.device) -> Path:
     return kept / "made" / hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+@functools.cache
 def _versions(module: str) -> list[tuple[str, str]]:
     """Distributions that own a module, with their versions."""
     owners = importlib.metadata.packages_distributions().get(module, [])
