@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from halocline.benchmarks.gpu_criteria_two import TWO_CRITERIA
+from halocline.benchmarks.gpu_criteria_two import TWO_CRITERIA, judge_server
 from halocline.benchmarks.gpu_judging import Criterion, Row, Verdict, find, find_errors, kernel_of, latest, left_out
 
 __all__ = ["CRITERIA", "Criterion", "Verdict", "find", "latest", "verdicts"]
@@ -327,6 +327,7 @@ CRITERIA = (
     Criterion(line="every override of every op runs", judge=_overrides),
     Criterion(line="compare mode inside a generation", judge=_compare),
     Criterion(line="cold start of 36 layers to the first token, and where it goes", judge=_start),
+    Criterion(line="one device: serve loads, answers, drains", judge=judge_server("serve", 8)),
     Criterion(line="compute-sanitizer memcheck over portable kernels", judge=_sanitizer("memcheck", 3)),
     Criterion(line="compute-sanitizer racecheck over portable kernels", judge=_sanitizer("racecheck", 1)),
     Criterion(line="AMD's kernels here: tilelang within tolerance", judge=_parity(lambda name: name == "tilelang")),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from halocline.benchmarks.gpu_judging import Criterion, Row, find, find_errors, kernel_of, left_out
 
-__all__ = ["TWO_CRITERIA"]
+__all__ = ["TWO_CRITERIA", "judge_server"]
 
 _SHARES = {1: 0.25, 32: 0.45, 128: 0.45}
 _LAYERS = 43
@@ -88,16 +88,21 @@ def _generate(rows: Sequence[Row]) -> tuple[bool | None, str]:
     return row["value"] == asked and not broken, f"{row['value']} of {asked} tokens, {layers} layers"
 
 
-def _serve(rows: Sequence[Row]) -> tuple[bool | None, str]:
-    found, broken = find(rows, "two_serve.ready"), find_errors(rows, "two_serve")
-    if not found:
-        return (False, str(broken[-1]["value"])[:120]) if broken else (None, "")
-    ended, rates = find(rows, "two_serve.ended"), find(rows, "two_serve.rate")
-    said = f"{found[-1]['params']['layers']} layers ready in {found[-1]['value']} s"
-    said += "".join(f"; {row['params']['at_once']} at once: {row['value']} tokens/s" for row in rates)
-    drained = bool(ended) and ended[-1]["value"]["status"] == 0 and not ended[-1]["params"]["left"]
-    deep = found[-1]["params"]["layers"] >= _LAYERS
-    return drained and bool(rates) and deep and not broken, f"{said}; drained with nobody left: {drained}"
+def judge_server(part: str, least_layers: int) -> Judge:
+    """Whether a server of so many layers answered and left nobody behind; `part` is the name of its rows."""
+
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found, broken = find(rows, f"{part}.ready"), find_errors(rows, part)
+        if not found:
+            return (False, str(broken[-1]["value"])[:120]) if broken else (None, "")
+        ended, rates = find(rows, f"{part}.ended"), find(rows, f"{part}.rate")
+        said = f"{found[-1]['params']['layers']} layers ready in {found[-1]['value']} s"
+        said += "".join(f"; {row['params']['at_once']} at once: {row['value']} tokens/s" for row in rates)
+        drained = bool(ended) and ended[-1]["value"]["status"] == 0 and not ended[-1]["params"]["left"]
+        deep = found[-1]["params"]["layers"] >= least_layers
+        return drained and bool(rates) and deep and not broken, f"{said}; drained with nobody left: {drained}"
+
+    return judge
 
 
 TWO_CRITERIA = (
@@ -109,5 +114,5 @@ TWO_CRITERIA = (
     Criterion(line="two GPUs: an 8 KB all-reduce inside a graph, shared memory no slower than NCCL", judge=_collective),
     Criterion(line="two GPUs: the graded model's score and 98 % equal answers, by mode", judge=_graded),
     Criterion(line="two GPUs: generate starts its ranks and answers", judge=_generate),
-    Criterion(line="two GPUs, whole depth: serve loads, answers, drains", judge=_serve),
+    Criterion(line="two GPUs, whole depth: serve loads, answers, drains", judge=judge_server("two_serve", _LAYERS)),
 )

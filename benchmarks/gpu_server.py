@@ -72,24 +72,25 @@ class Server:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url}/ready", timeout=5):
+            with urllib.request.urlopen(f"{self.url}/ready", timeout=5):
                 return True
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
 
     @property
-    def _url(self) -> str:
+    def url(self) -> str:
+        """Where it listens."""
         return f"http://127.0.0.1:{self._port}"
 
     def _get(self, path: str) -> Any:
-        with urllib.request.urlopen(self._url + path, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return json.load(answer)
 
     def complete(self, prompt: str, *, tokens: int) -> dict[str, Any]:
         """A greedy completion: its text, number of tokens, and the seconds that it took."""
         body = {"model": self._model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
         request = urllib.request.Request(
-            f"{self._url}/v1/completions",
+            f"{self.url}/v1/completions",
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )

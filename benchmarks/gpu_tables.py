@@ -15,6 +15,7 @@ __all__ = ["plan_table", "table", "tables", "verdict_lines"]
 
 Row = dict[str, Any]
 
+_LATENCIES = ("time_to_first_token", "inter_token_latency")
 _MARKS = {True: "pass", False: "FAIL", None: "not run"}
 
 
@@ -47,6 +48,7 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
         "Decode steps": _decode(rows),
         "Prefill of 8,192 tokens": _prefill(rows),
         "Start to the first token, seconds": _start(rows),
+        "A server under load": _load(rows),
         "Microseconds of kernels at a released model's sizes": _speed(rows),
     }
     found |= two_tables(rows)
@@ -151,6 +153,22 @@ def _start(rows: Sequence[Row]) -> str:
         for row in found
     ]
     return table(("layers", "kernel caches", *names, "in all"), body)
+
+
+def _load(rows: Sequence[Row]) -> str:
+    """Requests in a closed loop; the time to the first token holds the wait for others' prompts."""
+    body = [
+        (
+            row["params"]["layers"],
+            row["params"]["at_once"],
+            f"{row['params']['input']} + {row['params']['output']}",
+            f"{row['value']['output_token_throughput']['avg']:,.0f}",
+            *(f"{row['value'][name][kind]:.1f}" for name in _LATENCIES for kind in ("p50", "p99")),
+        )
+        for row in find(rows, "serve.load")
+    ]
+    heads = ("first token ms, p50", "p99", "between tokens ms, p50", "p99")
+    return table(("layers", "at once", "tokens in + out", "tokens/s", *heads), body)
 
 
 def _speed(rows: Sequence[Row]) -> str:

@@ -27,7 +27,7 @@ from halocline.models.deepseek_v4.presets import first_layers, preset
 if TYPE_CHECKING:
     from halocline.benchmarks.gpu_rows import Rows
 
-__all__ = ["folder_of", "two_generate", "two_make", "two_serve"]
+__all__ = ["ask", "end", "folder_of", "served", "two_generate", "two_make", "two_serve", "write_model"]
 
 _SHARDS, _WORKERS = 96, 8  # a worker holds a file of the model twice
 _SPARE = 8 << 30  # in a file system, beside the model
@@ -54,14 +54,26 @@ def two_make(rows: Rows, options: argparse.Namespace) -> None:
     name = _preset(options)
     with rows.guard("two_make"):
         layers = options.layers or preset(name).num_hidden_layers
-        _make(rows, options, folder_of(options), layers, workers=2 if options.tiny else _WORKERS)
+        write_model(rows, options, folder_of(options), layers, workers=2 if options.tiny else _WORKERS)
 
 
 def _preset(options: argparse.Namespace) -> str:
     return "vendor-tiny" if options.tiny else str(options.preset)
 
 
-def _make(rows: Rows, options: argparse.Namespace, folder: Path, asked: int, *, workers: int) -> None:
+def write_model(
+    rows: Rows, options: argparse.Namespace, folder: Path, asked: int, *, workers: int, part: str = "two_make"
+) -> int:
+    """Has `halocline make-model` write a model; returns its layers, fewer than asked for where there is no room.
+
+    Args:
+        rows: Take `PART.seconds_in_all` and `PART.held_back`.
+        options: Of the part.
+        folder: Emptied before.
+        asked: Layers.
+        workers: Processes that write.
+        part: Name in the rows.
+    """
     name = _preset(options)
     shutil.rmtree(folder, ignore_errors=True)
     layers = _layers_with_room(folder.parent, name, asked)
@@ -79,8 +91,9 @@ def _make(rows: Rows, options: argparse.Namespace, folder: Path, asked: int, *, 
         raise RuntimeError(f"make-model ended with {process.returncode}: {text[-900:]}")
     gigabytes = round(sum(path.stat().st_size for path in folder.iterdir()) / 1e9, 2)
     seconds = round(time.monotonic() - begun, 1)
-    rows.add("two_make.seconds_in_all", seconds, "s", params={**params, "GB": gigabytes, "said": text[-300:]})
-    rows.add("two_make.held_back", held_back, "s", params=params)
+    rows.add(f"{part}.seconds_in_all", seconds, "s", params={**params, "GB": gigabytes, "said": text[-300:]})
+    rows.add(f"{part}.held_back", held_back, "s", params=params)
+    return layers
 
 
 def _layers_with_room(folder: Path, name: str, asked: int) -> int:
@@ -198,17 +211,12 @@ def two_serve(rows: Rows, options: argparse.Namespace) -> None:
         layers = _layers_of(folder)
         params: dict[str, Any] = {"layers": layers}
         context = ["--max-context", str(_context(options))]
-        with telling_of_kernels(), _served(folder, context) as server:
+        with telling_of_kernels(), served(folder, context) as server:
             table = server.wait_until_ready()
             rows.add("two_serve.ready", server.seconds_to_ready, "s", params=params)
             rows.add("two_serve.where", table, "s to each line of the log", params=params)
-            _ask(rows, server, params, _tokens(options))
-            family = family_of(server.process.pid)
-            ended = server.drain()
-            left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
-            rows.add("two_serve.ended", ended, "status and seconds", params={**params, "left": left})
-        if ended["status"] != 0 or left:
-            raise RuntimeError(f"the server ended with {ended['status']}, processes left: {left}")
+            ask(rows, server, params, _tokens(options))
+            end(rows, server, params)
 
 
 def _warm(rows: Rows, options: argparse.Namespace) -> None:
@@ -219,8 +227,8 @@ def _warm(rows: Rows, options: argparse.Namespace) -> None:
     caches = _SMALL_CACHES if options.tiny else _CACHES
     more = ["--max-context", str(_context(options)), "--cache-bytes", str(caches)]
     try:
-        _make(rows, options, folder, layers, workers=2)
-        with telling_of_kernels(), _served(folder, more) as server:
+        write_model(rows, options, folder, layers, workers=2)
+        with telling_of_kernels(), served(folder, more) as server:
             table = server.wait_until_ready()
             rows.add("two_warm_serve.ready", server.seconds_to_ready, "s", params=params)
             rows.add("two_warm_serve.where", table, "s to each line of the log", params=params)
@@ -231,32 +239,65 @@ def _warm(rows: Rows, options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _served(folder: Path, more: Sequence[str]) -> Iterator[Server]:
-    server = Server([sys.executable, "-m", "halocline", "serve", "--model", str(folder), "--gpus", "2", *more])
+def served(folder: Path, more: Sequence[str], *, gpus: int = 2) -> Iterator[Server]:
+    """A server of the model in a folder; whatever is left of it is ended at the end."""
+    command = [sys.executable, "-m", "halocline", "serve", "--model", str(folder), "--gpus", str(gpus), *more]
+    server = Server(command)
     try:
         yield server
     finally:
         server.kill()
 
 
-def _ask(rows: Rows, server: Server, params: dict[str, Any], tokens: int) -> None:
-    """Greedy completions alone and eight at a time; a first one before, which is not timed."""
+def ask(rows: Rows, server: Server, params: dict[str, Any], tokens: int, *, part: str = "two_serve") -> None:
+    """Greedy completions alone and eight at a time; a first one before, which is not timed.
+
+    Args:
+        rows: Take `PART.first_token`, `PART.rate` and `PART.same`.
+        server: Ready.
+        params: Of the rows.
+        tokens: Of each answer.
+        part: Name in the rows.
+
+    Raises:
+        RuntimeError: If an answer has fewer.
+    """
     prompts = [f"{number} halocline: fresh above, salt below. " * 8 for number in range(8)]
     server.complete(prompts[0], tokens=4)
     one = server.complete(prompts[0], tokens=1)
     alone = server.complete(prompts[0], tokens=tokens)
     rate = round((alone["tokens"] - 1) / max(alone["seconds"] - one["seconds"], 1e-6), 1)
-    rows.add("two_serve.first_token", one["seconds"], "s", params={**params, "at_once": 1, "tokens": one["tokens"]})
+    rows.add(f"{part}.first_token", one["seconds"], "s", params={**params, "at_once": 1, "tokens": one["tokens"]})
     asked = {**params, "at_once": 1, "tokens": alone["tokens"]}
-    rows.add("two_serve.rate", rate, "tokens/s after the first", params=asked)
+    rows.add(f"{part}.rate", rate, "tokens/s after the first", params=asked)
     begun = time.monotonic()
     together = server.complete_together(prompts, tokens=tokens)
     seconds = time.monotonic() - begun
     count = sum(answer["tokens"] for answer in together)
     asked = {**params, "at_once": len(prompts), "tokens": count}
-    rows.add("two_serve.rate", round(count / seconds, 1), "tokens/s of all", params=asked)
-    rows.add("two_serve.same", together[0]["text"] == alone["text"], "bool", params={**params, "compared": 1})
+    rows.add(f"{part}.rate", round(count / seconds, 1), "tokens/s of all", params=asked)
+    rows.add(f"{part}.same", together[0]["text"] == alone["text"], "bool", params={**params, "compared": 1})
     if count != len(prompts) * tokens or alone["tokens"] != tokens:
         raise RuntimeError(
             f"{count} tokens of {len(prompts)} requests, {alone['tokens']} of one; {tokens} were asked for"
         )
+
+
+def end(rows: Rows, server: Server, params: dict[str, Any], *, part: str = "two_serve") -> None:
+    """Drains a server and looks who is left of its processes.
+
+    Args:
+        rows: Take `PART.ended`.
+        server: Nobody waits for it.
+        params: Of the row.
+        part: Name in the rows.
+
+    Raises:
+        RuntimeError: If it ends badly or leaves processes.
+    """
+    family = family_of(server.process.pid)
+    ended = server.drain()
+    left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    rows.add(f"{part}.ended", ended, "status and seconds", params={**params, "left": left})
+    if ended["status"] != 0 or left:
+        raise RuntimeError(f"the server ended with {ended['status']}, processes left: {left}")

@@ -100,7 +100,7 @@ def good() -> list[dict[str, Any]]:
         for k in ("triton", "tilelang")
     ]
     rows += [row("wheel.command", 0, "exit status", command=command, python="3.12.3") for command in ("demo", "doctor")]
-    return [*rows, *two_gpus()]
+    return [*rows, *one_server(), *two_gpus()]
 
 
 def two_step(batch: int, share: float, mode: str = "tp") -> dict[str, Any]:
@@ -150,6 +150,17 @@ def two_gpus() -> list[dict[str, Any]]:
     rows += [row("two_serve.ready", 90.0, "s", layers=43), ended()]
     rows += [row("two_serve.where", [[1.5, "ready"]], "s", layers=43)]
     rows += [row("two_serve.rate", 50.0, "tokens/s", layers=43, at_once=at_once) for at_once in (1, 8)]
+    return rows
+
+
+def one_server() -> list[dict[str, Any]]:
+    """Rows of a server on one device."""
+    level = {name: {"avg": 1.0, "p50": 1.0, "p99": 2.0} for name in ("time_to_first_token", "inter_token_latency")}
+    level["output_token_throughput"] = {"avg": 1234.0}
+    rows = [row("serve.ready", 30.0, "s", layers=16)]
+    rows += [row("serve.rate", 50.0, "tokens/s", layers=16, at_once=at_once) for at_once in (1, 8)]
+    rows += [row("serve.load", level, "as named", layers=16, at_once=8, input=1024, output=128)]
+    rows += [row("serve.ended", {"status": 0, "seconds": 1.0}, "status and seconds", layers=16, left=[])]
     return rows
 
 
@@ -218,9 +229,11 @@ BAD = [
     ("depth, batch 128: at least 45%", two_step(128, 0.449)),
     ("score and 98 % equal answers, by mode", two_agreement("dp", same=0.9)),
     ("generate starts its ranks", row("two_generate.tokens", 31, "tokens", layers=4, asked=32)),
-    ("serve loads, answers", ended(status=1)),
-    ("serve loads, answers", ended(left=(7,))),
-    ("serve loads, answers", row("two_serve", "RuntimeError", "error")),
+    ("depth: serve loads, answers", ended(status=1)),
+    ("depth: serve loads, answers", ended(left=(7,))),
+    ("depth: serve loads, answers", row("two_serve", "RuntimeError", "error")),
+    ("one device: serve loads", row("serve.ready", 9.0, "s", layers=4)),
+    ("one device: serve loads", row("serve.ended", {"status": 0, "seconds": 1.0}, "status", layers=16, left=[7])),
 ]  # fmt: skip
 
 

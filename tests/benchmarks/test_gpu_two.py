@@ -123,6 +123,17 @@ def test_a_model_is_made_generated_from_and_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_on_one_device_answers_and_is_loaded(tmp_path: Path) -> None:
+    rows = run(tmp_path, "serve")
+    (made,), (ended,), (load,) = (named(rows, f"serve{what}") for what in ("_make.seconds_in_all", ".ended", ".load"))
+    assert (made["params"]["layers"], ended["params"]["left"]) == (4, [])
+    assert load["params"] == {"layers": 4, "input": 20, "output": 3, "at_once": 2}
+    assert load["value"]["output_token_throughput"]["avg"] > 0
+    assert "| 4 | 2 | 20 + 3 |" in tables(rows)["A server under load"]
+    assert not list(tmp_path.glob("halocline-one*/"))
+
+
+@pytest.mark.slow
 def test_what_a_server_needs_is_compiled_by_serving_a_few_layers(tmp_path: Path) -> None:
     rows = run(tmp_path, "two_serve", "--warm")
     (ready,) = named(rows, "two_warm_serve.ready")
