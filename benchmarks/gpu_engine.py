@@ -124,9 +124,9 @@ def load_model(
         eos_ids=checkpoint.config.eos_token_ids,
     )
     sampler = Sampler(max_requests, model.vocab_size, load_ops(table), device.torch_device)
-    if warms_up:
-        sampler.warm_up()
     backend = load_backend(load_manifests(), device.vendor) if graph_sizes or warms_up else None
     build = kernel_builder(table, backend) if warms_up else None
+    if warms_up:
+        sampler.warm_up(build)
     engine = Engine(model, sampler, config, device=device.torch_device, capture=backend, build=build)
     return GpuModel(table=table, engine=engine)

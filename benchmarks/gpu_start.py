@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -92,6 +93,7 @@ def child(_rows: Rows, options: argparse.Namespace) -> None:
     from halocline.engine.request import Request
     from halocline.engine.sampling_params import SamplingParams
 
+    left = _Left()
     engine, layers = _engine(options, laps)
     prompt = torch.randint(4, 500, (_PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     admitted = admit(prompt, SamplingParams(temperature=0.0, max_tokens=1), engine.limits)
@@ -109,9 +111,27 @@ def child(_rows: Rows, options: argparse.Namespace) -> None:
         "prompt": _PROMPT,
         "GiB": round(held / 2**30, 1),
         "most GiB": round(most / 2**30, 1),
+        "left": left.said,
     }
     sys.stdout.write(_MARK + json.dumps(facts) + "\n")
     sys.stdout.flush()
+
+
+class _Left(logging.Handler):
+    """What was not compiled side by side, as the engine's log says it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.said: list[str] = []
+        for name in ("halocline.backends_triton.runtime", "halocline.kernels_portable.build"):
+            logger = logging.getLogger(name)
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keeps the beginning of a line, unless it says that something was compiled."""
+        if ": compiled in" not in record.getMessage():
+            self.said.append(record.getMessage()[:200])
 
 
 def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
@@ -148,16 +168,19 @@ def _engine(options: argparse.Namespace, laps: _Laps) -> tuple[Engine, int]:
         warm_up_tokens=warm_up_tokens(_STEP_TOKENS, compiles=table.device.is_gpu),
     )
     sampler = Sampler(config.max_requests, model.vocab_size, load_ops(table), network.device)
-    sampler.warm_up()
     backend = load_backend(load_manifests(), table.device.vendor)
     build = kernel_builder(table, backend)
+    if build is not None:
+        build = laps.around("compiling side by side", build)
+    sampler.warm_up(build)
+    laps.lap("sampling")
     engine = Engine(
         model,
         sampler,
         config,
         device=network.device,
         capture=None if backend is None else _TimedCapture(backend, laps),
-        build=None if build is None else laps.around("compiling side by side", build),
+        build=build,
     )
     laps.lap("caches and warm-up")
     return engine, layers

@@ -107,7 +107,7 @@ class NullModel:
         """No plan."""
         return reuse if reuse is not None else SimpleNamespace()
 
-    def forward(self, batch: Any, plan: Any, cache: Any) -> Any:
+    def forward(self, batch: Any, plan: Any, cache: Any, *, layers: Any = None) -> Any:
         """No layers."""
         return SimpleNamespace(hidden_TD=self._hidden)
 

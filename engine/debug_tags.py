@@ -17,6 +17,8 @@ import numpy as np
 from halocline.hal.errors import MachineError, lines
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from halocline.hal.ops.attention import AttentionPlan
@@ -231,6 +233,7 @@ class TaggedModel:
         self.inner = inner
         self.vocab_size = inner.vocab_size
         self.max_positions = inner.max_positions
+        self.distinct_layers = inner.distinct_layers
         self.cache_plan = inner.cache_plan
         self.plan_step = inner.plan_step
         self.compute_logits = inner.compute_logits
@@ -246,8 +249,10 @@ class TaggedModel:
         }
         return TaggedCache(self.inner.allocate_cache(plan, **sizes), CacheTags(plan.geometry, **sizes))
 
-    def forward(self, batch: BatchMetadata, plan: AttentionPlan, cache: ModelCache) -> StepOutput:
+    def forward(
+        self, batch: BatchMetadata, plan: AttentionPlan, cache: ModelCache, *, layers: Sequence[int] | None = None
+    ) -> StepOutput:
         """Checks tags, then runs the model."""
         assert isinstance(cache, TaggedCache), "the cache comes from `allocate_cache`"
         cache.tags.step(batch)
-        return self.inner.forward(batch, plan, cache.inner)
+        return self.inner.forward(batch, plan, cache.inner, layers=layers)

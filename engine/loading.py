@@ -309,7 +309,7 @@ def _make_engine(
     begun = time.perf_counter()
     groups = team.sizes.dp if team is not None else 1
     sampler = Sampler(config.max_requests * groups, model.vocab_size, ops, device)
-    sampler.warm_up()
+    sampler.warm_up(build)
     lead = None
     if team is not None:
         from halocline.engine.ranks.lead import Lead

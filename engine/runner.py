@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
@@ -109,7 +110,7 @@ class ModelRunner:
             everything = self.tensors.padding(buffers, buffers.layout.max_tokens, buffers.layout.max_requests)
             self._plans[mixed] = self.model.plan_step(everything, self.geometry, reuse=None)
         if self._build is not None:
-            self._build(self._try_steps)
+            self._build(functools.partial(self._try_steps, layers=self.model.distinct_layers))
         self._try_steps()
         if self._capture is not None and self.graphs.sizes:
             sizes = (self.graphs.sizes[-1], self.model.vocab_size)
@@ -117,8 +118,8 @@ class ModelRunner:
             self.graphs.record(self._capture, self._padded_step)
         return time.perf_counter() - start
 
-    def _try_steps(self) -> None:
-        """Runs the steps of the warm-up on padding and looks at nothing that they compute."""
+    def _try_steps(self, layers: Sequence[int] | None = None) -> None:
+        """Runs the steps of the warm-up on padding, through all layers or some; nobody looks at what they compute."""
         for step in self._warm_up_steps:
             batch = self.tensors.padding(
                 self.tensors.mixed if step.mixed else self.tensors.decode,
@@ -127,7 +128,8 @@ class ModelRunner:
                 num_decode=step.num_decode,
                 max_seqlen=step.max_seqlen,
             )
-            output = self.model.forward(batch, self._refresh_plan(batch, mixed=step.mixed), self.cache)
+            plan = self._refresh_plan(batch, mixed=step.mixed)
+            output = self.model.forward(batch, plan, self.cache, layers=layers)
             self.model.compute_logits(output.hidden_TD[:MOST_ROWS])
 
     def _padded_step(self, size: int) -> Callable[[], None]:

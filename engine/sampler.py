@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from halocline.engine.sampling_params import SamplingParams, TokenMatcher
+    from halocline.engine.warm_up import Builder
 
 __all__ = ["SampledTokens", "Sampler", "SamplingOps"]
 
@@ -117,8 +118,17 @@ class Sampler:
         self._edits.clear_row(row)
         self._dirty = True
 
-    def warm_up(self) -> None:
-        """Draws from even logits of 1, 2, 4 ... rows, so that nothing is compiled later; no row is changed."""
+    def warm_up(self, build: Builder | None = None) -> None:
+        """Draws from even logits of 1, 2, 4 ... rows, so that nothing is compiled later; no row is changed.
+
+        Args:
+            build: Compiles in parallel what that launches, before it does.
+        """
+        if build is not None:
+            build(self._try_draws)
+        self._try_draws()
+
+    def _try_draws(self) -> None:
         for num_rows in {1 << bit for bit in range(self.capacity.bit_length())} | {self.capacity}:
             logits_RV = torch.zeros(num_rows, self.vocab_size, device=self._ids.device)
             self._ops.sampling.sample(logits_RV, self._step.batch(num_rows))

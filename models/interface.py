@@ -5,6 +5,7 @@ Shapes: T tokens of a step, N rows whose logits are wanted, D hidden lanes, V vo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -111,8 +112,15 @@ class CausalModel(Protocol):
         """Builds or refreshes the attention plan of a step, outside graph capture."""
         ...
 
-    def forward(self, batch: BatchMetadata, plan: AttentionPlan, cache: ModelCache) -> StepOutput:
-        """Runs all layers over the tokens of a step, writing their cache rows."""
+    @property
+    def distinct_layers(self) -> tuple[int, ...]:
+        """One layer of each kind: all others launch what these do, on other weights."""
+        ...
+
+    def forward(
+        self, batch: BatchMetadata, plan: AttentionPlan, cache: ModelCache, *, layers: Sequence[int] | None = None
+    ) -> StepOutput:
+        """Runs all layers, or for a trial some, over the tokens of a step, writing their cache rows."""
         ...
 
     def compute_logits(self, hidden_ND: Tensor) -> Tensor:

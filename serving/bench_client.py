@@ -70,7 +70,7 @@ class Record:
 
     Attributes:
         start: When it was sent.
-        times: When each event with text came.
+        times: When each event with new tokens came.
         end: When the answer ended.
         input_tokens, output_tokens: As the server counts them.
         error: What went wrong, if something did.
@@ -163,6 +163,7 @@ class _Target:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "return_token_ids": True,  # a token need not bring text at once; other servers may know the text alone
         }
         try:
             async with asyncio.timeout(self._workload.timeout_s):
@@ -190,8 +191,10 @@ class _Target:
                 if event.get("usage"):
                     record.input_tokens = event["usage"]["prompt_tokens"]
                     record.output_tokens = event["usage"]["completion_tokens"]
-                elif event["choices"] and event["choices"][0]["text"]:
+                elif event["choices"] and (event["choices"][0].get("token_ids") or event["choices"][0]["text"]):
                     times.append(time.perf_counter())
+            if not times:
+                record.error = "the answer ended without a token"
         finally:
             record.times = times
             writer.close()

@@ -62,6 +62,7 @@ def completion_job(body: Mapping[str, Any], model: ServedModel, limits: ModelLim
         stream=stream,
         include_usage=bool((body.get("stream_options") or {}).get("include_usage")),
         echo=echo,
+        returns_ids=bool(body.get("return_token_ids")),
     )
     requests = [
         EngineRequest(id=answer_id, prompt_ids=one.prompt_ids, params=one.params, grammar=grammar) for one in admitted
@@ -107,6 +108,8 @@ class _Output:
         self.stopped_early = False
         self.num_tokens = 0
         self.logprobs = _LogprobLists(prompter)
+        self._ids: list[int] = []
+        self._num_taken = 0
         self._echoes_logprobs = echo and admitted.params.logprobs is not None
 
     def is_over(self) -> bool:
@@ -130,6 +133,8 @@ class _Output:
             self.num_tokens += taken - len(delta.token_ids)
             self.stopped_early = ended is None
             ended = "stop"
+        self._ids += delta.token_ids
+        del self._ids[self.num_tokens :]
         if delta.logprobs:
             self.logprobs.add(shown[:taken], delta.logprobs)
         if ended is not None:
@@ -137,6 +142,11 @@ class _Output:
             text += self._stream.finish()
         self.text += text
         return text
+
+    def take_ids(self) -> list[int]:
+        """Token ids that have not been taken yet; a stop token is among them."""
+        first, self._num_taken = self._num_taken, len(self._ids)
+        return self._ids[first:]
 
 
 class _LogprobLists:
@@ -193,6 +203,7 @@ class CompletionWriter:
         stream: bool,
         include_usage: bool,
         echo: bool,
+        returns_ids: bool,
     ) -> None:
         self.stopped: list[tuple[int, int]] = []
         self._id = answer_id
@@ -200,6 +211,7 @@ class CompletionWriter:
         self._stream = stream
         self._include_usage = include_usage
         self._wants_logprobs = admitted[0].params.logprobs is not None
+        self._returns_ids = returns_ids
         self._created = int(time.time())
         self._num_choices = admitted[0].params.n
         self._counts = TokenCounts(prompt=sum(len(one.prompt_ids) for one in admitted))
@@ -220,7 +232,7 @@ class CompletionWriter:
             self._counts.completion += output.num_tokens
             if output.stopped_early:
                 self.stopped.append((prompt, delta.output))
-        if not self._stream or not (text or output.is_over() or self._wants_logprobs):
+        if not self._stream or not (text or output.is_over() or self._wants_logprobs or self._returns_ids):
             return []
         choice = self._choice(prompt, delta.output, text)
         head: dict[str, Any] = {**self._head(), "choices": [choice]}
@@ -256,6 +268,7 @@ class CompletionWriter:
             "text": text,
             "logprobs": output.logprobs.take() if self._wants_logprobs else None,
             "finish_reason": output.finish_reason,
+            **({"token_ids": output.take_ids()} if self._returns_ids else {}),
         }
 
     def _head(self) -> dict[str, Any]:

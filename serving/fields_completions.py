@@ -43,6 +43,9 @@ _PROPERTIES: dict[str, Schema] = {
     "logprobs": integer(
         0, MAX_LOGPROBS, "Number of most likely tokens given with each token, besides the token itself."
     ),
+    "return_token_ids": boolean(
+        "Ours, by vLLM's name: choices carry `token_ids`, in streams those since the event before, text or not."
+    ),
     "response_format": RESPONSE_FORMATS,
     **{name: USER_FIELDS[name] for name in ("user", "metadata", "safety_identifier", "prompt_cache_key")},
     **EXTENSIONS,

@@ -99,6 +99,7 @@ class Ops:
     moe: _Moe
     norm: _Norm
     sampling: _Sampling
+    kernels: frozenset[tuple[str, Callable[..., Any]]]
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
         """Takes functions by `family.op`; a load-time conversion is named `family.prepare_op`."""
@@ -117,7 +118,7 @@ class Ops:
         for name, kernel in kernels.items():
             family, _, short = name.partition(".")
             setattr(families[family], short, kernel)
-        self.__dict__.update(families)
+        self.__dict__.update(families, kernels=frozenset(kernels.items()))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"the bound kernels of a layer are frozen; {name} cannot be set")

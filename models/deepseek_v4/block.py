@@ -28,6 +28,9 @@ class Block:
     """Attention, then experts; each reads from the streams and writes to them. There is no other residual.
 
     Streams are complete on every rank; so is what both parts add to them. Sites and norms are replicated.
+
+    Attributes:
+        kind: What its launches follow from, beside the shapes that all layers of a model share.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Block:
         self.attn_norm_D = weights.tensor("attn_norm.weight")
         self.ffn_norm_D = weights.tensor("ffn_norm.weight")
         ratio, is_hash_routed = config.compress_ratios[layer], config.is_hash_routed(layer)
+        self.kind = (ratio, is_hash_routed, ops.kernels)
         self.attention = Attention(config, recipe, ratio, ops, weights / "attn", rope, parallel)
         self.moe = MixtureOfExperts(config, recipe, is_hash_routed, ops, weights / "ffn", parallel)
 

@@ -5,7 +5,7 @@ Shapes: T tokens, N streams (or rows whose logits are wanted), D hidden lanes, V
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -161,13 +161,23 @@ class DeepseekV4Model:
         """What all layers of a step know of its tokens, gathered once."""
         return gather_tokens(self.ops, self.parallel, self.config.n_routed_experts, token_ids_T, batch.positions_T)
 
-    def forward(self, batch: BatchMetadata, plan: AttentionPlan, cache: DeepseekV4Cache) -> StepOutput:
-        """Runs all layers over the tokens of a step, writing their cache rows."""
+    @property
+    def distinct_layers(self) -> tuple[int, ...]:
+        """One layer of each kind: all others launch what these do, on other weights."""
+        first: dict[Hashable, int] = {}
+        for layer, block in enumerate(self.blocks):
+            first.setdefault(block.kind, layer)
+        return tuple(first.values())
+
+    def forward(
+        self, batch: BatchMetadata, plan: AttentionPlan, cache: DeepseekV4Cache, *, layers: Sequence[int] | None = None
+    ) -> StepOutput:
+        """Runs all layers, or for a trial some, over the tokens of a step, writing their cache rows."""
         embedded_TD = self.embed(batch.token_ids_T)
         streams_TND = embedded_TD[:, None].expand(-1, self.config.hc_mult, -1).contiguous()
         tokens = self._tokens(batch.token_ids_T, batch)
-        for block, layer_cache in zip(self.blocks, cache.layers, strict=False):
-            streams_TND = block.forward(streams_TND, tokens, plan, layer_cache)
+        for layer in range(len(self.blocks)) if layers is None else layers:
+            streams_TND = self.blocks[layer].forward(streams_TND, tokens, plan, cache.layers[layer])
         hidden_TD = self.ops.norm.rms_norm(self.collapse(streams_TND), self.norm_D, eps=self.config.rms_norm_eps)
         return StepOutput(hidden_TD=hidden_TD, streams_TND=streams_TND)
 

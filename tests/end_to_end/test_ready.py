@@ -7,6 +7,7 @@ by. A warm-up has to meet all keys that prompts of any length, in any company, b
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import time
@@ -41,7 +42,7 @@ from halocline.engine.graphs import RerunCapture
 from halocline.engine.request import Request
 from halocline.engine.sampler import Sampler
 from halocline.engine.sampling_params import SamplingParams
-from halocline.engine.warm_up import Builder, warm_up_tokens
+from halocline.engine.warm_up import warm_up_tokens
 from halocline.hal.backend import load_manifests
 from halocline.hal.formats import Weight, recipe
 from halocline.hal.ops import Ops
@@ -235,7 +236,7 @@ def made_engine(
     monkeypatch: pytest.MonkeyPatch,
     *,
     with_libraries: bool = False,
-    build: Builder | None = None,
+    build: Callable[[Compiler, Callable[[], None]], None] | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """An engine that is ready on a device of which only the facts are there, and the record of its compiler."""
@@ -265,7 +266,8 @@ def made_engine(
         )
         sampler = Sampler(config.max_requests, model.vocab_size, ops, "cpu")
         sampler.warm_up()
-        engine = Engine(model, sampler, config, capture=RerunCapture(), build=build)
+        builder = None if build is None else functools.partial(build, compiler)
+        engine = Engine(model, sampler, config, capture=RerunCapture(), build=builder)
         compiler.is_ready = True
         yield engine, compiler
 
@@ -316,21 +318,20 @@ def test_nothing_is_compiled_once_ready(
 def test_what_is_built_before_the_warm_up_is_what_it_launches(
     folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, layout: PrefillLayout
 ) -> None:
-    """A function that is built on memory of zeros has the launches of one that runs."""
+    """One layer of each kind, on memory of zeros, has the launches of all layers that run."""
     target = DEVICES[device][0]
     built: list[tuple[Any, ...]] = []
-    launched = Compiler(target)
+    before: set[tuple[Any, ...]] = set()
 
-    def build(run: Callable[[], None]) -> None:
+    def build(compiler: Compiler, run: Callable[[], None]) -> None:
+        before.update(compiler.known)
         built.extend(compile_key(launch, target) for launch in distinct_launches(run, target))
-        with recording(launched.take):
-            run()
 
     options = {"max_requests": 24, "max_step_tokens": 600, "graph_sizes": (1, 2, 4, 8, 16, 24), "build": build}
     with made_engine(folder, device, layout, monkeypatch, **options) as (_, compiler):
         assert compiler.since == []
     assert len(built) == len(set(built)) > 50
-    assert set(built) == launched.known
+    assert set(built) - before == compiler.known - before
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (1, 2, 4, 8, 16, 24)])
@@ -354,27 +355,29 @@ def test_calls_noted_beforehand_are_what_libraries_compile_for_the_warm_up(
 ) -> None:
     """Made on zeros by another process, they have a library compile what the steps of a warm-up would."""
     target = DEVICES["sm_90"][0]
-    built, launched = Compiler(target), Compiler(target)
+    built, before = Compiler(target), set[tuple[Any, ...]]()
 
-    def build(run: Callable[[], None]) -> None:
-        library, everything = sys.modules["deep_gemm"], sys.modules["deep_gemm"].compiler
+    def build(compiler: Compiler, run: Callable[[], None]) -> None:
+        before.update(compiler.known)
+        library: Any = sys.modules["deep_gemm"]
         library.compiler = built
         with noting({"deep_gemm", "flashinfer", "sgl_kernel"}) as calls:
-            distinct_launches(run, target)
+            launches = distinct_launches(run, target)
         assert built.known == set()
         for call in calls.values():
             make(call, torch.device("cpu"))
-        library.compiler = launched
-        with recording(launched.take):
-            run()
-        library.compiler = everything
+        for launch in launches:
+            built.note(compile_key(launch, target))
+        library.compiler = compiler
 
     options = {"max_requests": 24, "max_step_tokens": 600, "graph_sizes": (1, 2, 4, 8, 16, 24), "build": build}
     with made_engine(folder, "sm_90", "ragged", monkeypatch, with_libraries=True, **options) as (_, compiler):
         assert compiler.since == []
-    kinds = {"fp8_gemm_nt", "fp8_einsum", "metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits", "tf32_hc_prenorm_gemm"}
-    assert {key[0] for key in built.known} == kinds
-    assert built.known == {key for key in launched.known if key[0] in kinds}
+    of_experts = {key for key in compiler.known if key[0] == "matmul_ogs"}  # Triton's, were they not stood in for here
+    assert built.known - before == compiler.known - before - of_experts
+    assert {key[0] for key in built.known if isinstance(key[0], str) and "." not in key[0]} == {
+        "fp8_gemm_nt", "fp8_einsum", "metadata", "fp8_paged_mqa_logits", "fp8_mqa_logits", "tf32_hc_prenorm_gemm",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("most", [128, 600, 2048, 3000, 8192])

@@ -93,7 +93,7 @@ class FakeModel:
     def plan_step(self, batch: Any, geometry: CacheGeometry, *, reuse: Any) -> Any:
         return reuse if reuse is not None else SimpleNamespace()
 
-    def forward(self, batch: Any, plan: Any, cache: FakeCache) -> StepOutput:
+    def forward(self, batch: Any, plan: Any, cache: FakeCache, *, layers: None = None) -> StepOutput:
         if self.broken:
             raise RuntimeError("the device fell over")
         self.batches.append((batch.num_decode_tokens, batch.num_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from halocline.cli.main import main
-from halocline.serving.bench_client import Record
+from halocline.serving.bench_client import Level, Record, Workload, run_level
 from halocline.serving.bench_report import figures, percentile, plot
 
 
@@ -74,6 +75,38 @@ def test_both_loops(live: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert metrics["time_to_first_token"]["min"] > 0
         assert metrics["request_latency"]["min"] >= metrics["time_to_first_token"]["min"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tokens_count_that_bring_no_text_and_no_token_is_an_error() -> None:
+    """As models with random weights give them; a server that only knows the text is heard, too."""
+    streams = [
+        [{"text": "", "token_ids": [7]}, {"text": "", "token_ids": [8, 9]}, {"text": "x"}, {"text": ""}],
+        [{"text": ""}],
+    ]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        asked = json.loads(await reader.readexactly(int(head.partition("content-length: ")[2].split()[0])))
+        if "/tokenize" in head:
+            body = json.dumps({"tokens": [5, 6]}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        else:
+            assert asked["return_token_ids"]
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            for choice in streams.pop(0):
+                writer.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            writer.write(b'data: {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 4}}\n\n')
+        writer.close()
+
+    async def measure() -> list[Record]:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            workload = Workload(url=f"http://127.0.0.1:{port}", model="m", input_tokens=2, output_tokens=4, requests=2)
+            return await run_level(workload, Level(concurrency=1))
+
+    told, silent = asyncio.run(measure())
+    assert (len(told.times), told.output_tokens, told.error) == (3, 4, None)
+    assert silent.error == "the answer ended without a token"
 
 
 def test_errors_are_counted_and_told(live: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,6 +12,8 @@ from in_process import say
 from markup import call, calls
 from pydantic import BaseModel
 from test_openai_chat import Event
+
+from halocline.engine.tokenizer import Tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
 FIND: dict[str, Any] = {"type": "function", "name": "find", "parameters": PARAMETERS, "strict": False}
@@ -35,6 +38,23 @@ def test_completion(openai_client: Any, text: str, stream: bool) -> None:
     else:
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text, "stop")
         assert answer.object == "text_completion"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_token_ids_as_answer(openai_client: Any, stream: bool, stop: str | None) -> None:
+    """Each token is told when it is there, also one that is no text yet: the first of two bytes of a letter."""
+    tokenizer = Tokenizer.from_dir(Path(__file__).parents[2] / "graded")
+    byte = next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == b"\xc3")
+    ids = [byte, byte, *tokenizer.encode("abcde")]
+    more = {"max_tokens": len(ids), "stream": stream, "stop": stop}
+    answer = complete(openai_client, say(ids=ids), extra_body={"return_token_ids": True}, **more)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert [token for choice in choices for token in choice.token_ids] == ids
+    assert "".join(choice.text for choice in choices) == "\ufffd\ufffdabcd" + ("" if stop else "e")
+    assert not stream or choices[0].text == ""
+    (plain,) = complete(openai_client, say(ids=ids), max_tokens=len(ids)).choices
+    assert not hasattr(plain, "token_ids")
 
 
 def test_sixteen_tokens_unless_asked(openai_client: Any) -> None:
