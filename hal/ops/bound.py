@@ -99,7 +99,6 @@ class Ops:
     moe: _Moe
     norm: _Norm
     sampling: _Sampling
-    kernels: frozenset[tuple[str, Callable[..., Any]]]
 
     def __init__(self, kernels: Mapping[str, Callable[..., Any]]) -> None:
         """Takes functions by `family.op`; a load-time conversion is named `family.prepare_op`."""
@@ -118,7 +117,13 @@ class Ops:
         for name, kernel in kernels.items():
             family, _, short = name.partition(".")
             setattr(families[family], short, kernel)
-        self.__dict__.update(families, kernels=frozenset(kernels.items()))
+        self.__dict__.update(families)
+
+    @property
+    def kernels(self) -> frozenset[tuple[str, Callable[..., Any]]]:
+        """The bound functions by `family.op`: the same for layers with the same kernels."""
+        bound = {family: vars(found) for family, found in vars(self).items()}
+        return frozenset((f"{family}.{op}", kernel) for family, ops in bound.items() for op, kernel in ops.items())
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"the bound kernels of a layer are frozen; {name} cannot be set")

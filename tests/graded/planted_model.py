@@ -81,7 +81,7 @@ def planted_model(folder: Path, plant: Plant | None = None, **options: Any) -> I
     replaced: set[str] = set()
 
     def with_planted(*arguments: Any) -> Ops:
-        bound = dict(_by_name(load_ops(*arguments)))
+        bound = dict(load_ops(*arguments).kernels)
         wrong = {name: kernel for name, kernel in (plant(bound) if plant else {}).items() if name in bound}
         replaced.update(wrong)
         return Ops({**bound, **wrong})
@@ -89,12 +89,6 @@ def planted_model(folder: Path, plant: Plant | None = None, **options: Any) -> I
     with mock.patch.object(loading, "load_ops", with_planted), LLM(folder, **options) as llm:
         assert plant is None or replaced == plant({}).keys(), "an ablation replaces kernels that are bound"
         yield llm
-
-
-def _by_name(ops: Ops) -> Iterator[tuple[str, Kernel]]:
-    for family, kernels in vars(ops).items():
-        for name, kernel in vars(kernels).items():
-            yield f"{family}.{name}", kernel
 
 
 def with_rope_of_plain_layers(folder: Path, copy: Path) -> Path:
