@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halocline.backends_cuda.noted_calls import LibraryCall, TensorForm
+from halocline.backends_cuda.noted_calls import LibraryCall, TensorForm, complete_arguments
 
 __all__ = ["main", "make"]
 
@@ -48,13 +48,7 @@ def make(call: LibraryCall, device: torch.device) -> None:
     forms = [*_forms(call.arguments), *_forms([value for _, value in call.options])]
     memory = torch.zeros(max(map(num_bytes, forms), default=0), dtype=torch.uint8, device=device)
     arguments = [_value(argument, memory) for argument in call.arguments]
-    if call.name == "deep_gemm.get_paged_mqa_logits_metadata":
-        arguments[0] = torch.ones_like(arguments[0])  # the library's scheduler needs somebody who sees a key
-    if call.name == "deep_gemm.fp8_paged_mqa_logits":
-        from halocline.backends_cuda.indexer_deep_gemm import logits_schedule
-
-        arguments[3] = torch.ones_like(arguments[3])
-        arguments[5] = logits_schedule(arguments[3])
+    complete_arguments(call, arguments)
     function(*arguments, **{name: _value(value, memory) for name, value in call.options})
     if device.type == "cuda":
         torch.cuda.synchronize()

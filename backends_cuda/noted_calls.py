@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["STOOD_IN", "LibraryCall", "TensorForm", "noting"]
+__all__ = ["STOOD_IN", "LibraryCall", "TensorForm", "complete_arguments", "noting"]
 
 STOOD_IN = frozenset({"deep_gemm", "flash_mla", "flashinfer", "sgl_kernel", "triton_kernels"})
 """Libraries that a step may call within `noting`.
 
-Of sgl_kernel that is FlashMLA, and elementwise kernels, which may be launched on anything; triton_kernels launches
-through Triton, where launches are recorded.
+Of sgl_kernel that is FlashMLA, of FlashInfer its hyper-connections; of both also kernels that take each row by itself,
+which may be launched on anything. triton_kernels launches through Triton, where launches are recorded.
 """
 
 
@@ -66,6 +66,7 @@ class _StandIn:
         result: What is given instead of its result, from the same arguments.
         compiles: What the library compiles anew for: the form of arguments, its first call at all, or nothing.
         trim: What of the arguments is noted.
+        complete: Changes arguments of zeros, by place, to such as the function may be called with.
     """
 
     module: str
@@ -73,6 +74,7 @@ class _StandIn:
     result: Callable[..., Any]
     compiles: Literal["forms", "once", "nothing"]
     trim: Callable[..., tuple[Any, ...]] = lambda *arguments: arguments
+    complete: Callable[[list[Any]], None] = lambda arguments: None
 
     def key(self, call: LibraryCall) -> Hashable:
         return call if self.compiles == "forms" else self.module
@@ -101,6 +103,19 @@ def _gathered_logits(q: Tensor, keys: tuple[Tensor, Tensor], *_: Any, **__: Any)
 
 def _one_page(q: Tensor, pages: Tensor, *arguments: Any) -> tuple[Any, ...]:
     return (q, pages[:1], *arguments)
+
+
+def _see_a_key(arguments: list[Any]) -> None:
+    """The library's scheduler needs a token that sees a key."""
+    arguments[0] = torch.ones_like(arguments[0])
+
+
+def _schedule_a_key(arguments: list[Any]) -> None:
+    """Every token sees one key, and the schedule says so."""
+    from halocline.backends_cuda.indexer_deep_gemm import logits_schedule
+
+    arguments[3] = torch.ones_like(arguments[3])
+    arguments[5] = logits_schedule(arguments[3])
 
 
 def _streams_read(logits: Tensor, squares: Tensor, streams: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,8 +149,8 @@ _STAND_INS = (
     _deep_gemm("fp8_gemm_nt", _nothing),
     _deep_gemm("fp8_einsum", _nothing),
     _deep_gemm("tf32_hc_prenorm_gemm", _nothing),
-    _deep_gemm("get_paged_mqa_logits_metadata", _schedule),
-    _deep_gemm("fp8_paged_mqa_logits", _paged_logits, trim=_one_page),
+    _deep_gemm("get_paged_mqa_logits_metadata", _schedule, complete=_see_a_key),
+    _deep_gemm("fp8_paged_mqa_logits", _paged_logits, trim=_one_page, complete=_schedule_a_key),
     _deep_gemm("fp8_mqa_logits", _gathered_logits),
     _StandIn(module="flashinfer.mhc", function="mhc_pre_big_fuse", result=_streams_read, compiles="once"),
     _StandIn(module="flashinfer.mhc", function="mhc_post", result=_streams_written, compiles="once"),
@@ -171,6 +186,13 @@ def noting(libraries: Collection[str]) -> Iterator[dict[Hashable, LibraryCall]]:
     finally:
         for owner, stand_in, original in zip(owners, used, originals, strict=True):
             setattr(owner, stand_in.function, original)
+
+
+def complete_arguments(call: LibraryCall, arguments: list[Any]) -> None:
+    """Changes arguments of zeros, by place, to such as the function may be called with."""
+    for stand_in in _STAND_INS:
+        if (stand_in.module, stand_in.function) == (call.module, call.function):
+            stand_in.complete(arguments)
 
 
 def _noted(stand_in: _StandIn, found: dict[Hashable, LibraryCall]) -> Callable[..., Any]:

@@ -194,7 +194,7 @@ class _Target:
                 elif event["choices"] and (event["choices"][0].get("token_ids") or event["choices"][0]["text"]):
                     times.append(time.perf_counter())
             if not times:
-                record.error = "the answer ended without a token"
+                record.error = f"no text and no token ids came; {self._workload.output_tokens} tokens were asked for"
         finally:
             record.times = times
             writer.close()

@@ -98,7 +98,7 @@ def _admitted(ids: Sequence[int], params: Any, limits: ModelLimits, index: int, 
 class _Output:
     """One output: its text so far and what the answer says of it."""
 
-    def __init__(self, prompter: Prompter, admitted: AdmittedRequest, echo: bool) -> None:
+    def __init__(self, prompter: Prompter, admitted: AdmittedRequest, echo: bool, keeps_ids: bool) -> None:
         self._prompter = prompter
         self._admitted = admitted
         self._stop_ids = frozenset(admitted.stop_ids)
@@ -108,6 +108,7 @@ class _Output:
         self.stopped_early = False
         self.num_tokens = 0
         self.logprobs = _LogprobLists(prompter)
+        self._keeps_ids = keeps_ids
         self._ids: list[int] = []
         self._num_taken = 0
         self._echoes_logprobs = echo and admitted.params.logprobs is not None
@@ -133,8 +134,9 @@ class _Output:
             self.num_tokens += taken - len(delta.token_ids)
             self.stopped_early = ended is None
             ended = "stop"
-        self._ids += delta.token_ids
-        del self._ids[self.num_tokens :]
+        if self._keeps_ids:
+            self._ids += delta.token_ids
+            del self._ids[self.num_tokens :]
         if delta.logprobs:
             self.logprobs.add(shown[:taken], delta.logprobs)
         if ended is not None:
@@ -215,7 +217,9 @@ class CompletionWriter:
         self._created = int(time.time())
         self._num_choices = admitted[0].params.n
         self._counts = TokenCounts(prompt=sum(len(one.prompt_ids) for one in admitted))
-        self._outputs = [[_Output(model.prompter, one, echo) for _ in range(one.params.n)] for one in admitted]
+        self._outputs = [
+            [_Output(model.prompter, one, echo, returns_ids) for _ in range(one.params.n)] for one in admitted
+        ]
 
     def push(self, prompt: int, delta: TokenDelta) -> list[bytes]:
         """Pieces of text of new tokens."""

@@ -16,7 +16,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from halocline.backends_cuda import library_builds
+from halocline.backends_cuda import indexer_deep_gemm, library_builds
 from halocline.backends_cuda import runtime as cuda_runtime
 from halocline.backends_cuda.library_builds import LibraryBuilds
 from halocline.backends_cuda.make_calls import make
@@ -29,6 +29,7 @@ CPU = torch.device("cpu")
 LIBRARY = """
 import os
 import pathlib
+import torch
 
 def _note(text):
     folder = pathlib.Path(__file__).parent.parent / "compiled"
@@ -55,9 +56,10 @@ def tf32_hc_prenorm_gemm(*arguments, num_splits):
 
 def get_paged_mqa_logits_metadata(lengths, page_rows, num_sms):
     _note(f"metadata {lengths.tolist()} {page_rows} {num_sms}")
+    return torch.full((num_sms + 1, 2), 5, dtype=torch.int32)
 
-def fp8_paged_mqa_logits(*arguments, clean_logits):
-    raise NotImplementedError
+def fp8_paged_mqa_logits(q, pages, weights, lengths, table, schedule, most, *, clean_logits):
+    _note(f"logits {tuple(pages.shape)} {lengths.tolist()} {table.tolist()} {schedule.unique().tolist()} {most}")
 
 def fp8_mqa_logits(*arguments, clean_logits):
     raise NotImplementedError
@@ -127,6 +129,27 @@ def test_a_schedule_is_made_for_somebody_who_sees_a_key(compiled: Callable[[], l
     (call,) = calls_of(run)
     make(call, CPU)
     assert compiled() == ["metadata [[1], [1]] 64 132"]
+
+
+def test_logits_are_made_with_their_schedule_and_one_page(
+    compiled: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A schedule of zeros can hang the kernel, and the pages of a whole cache would not fit a second time."""
+    import deep_gemm
+
+    def run() -> None:
+        q, pages = torch.zeros(2, 1, 64, 128), torch.zeros((9, 64, 1, 132), dtype=torch.uint8)
+        lengths, table, schedule = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 1), (2, 3), (133, 2)))
+        found = deep_gemm.fp8_paged_mqa_logits(
+            q, pages, torch.zeros(2, 64), lengths, table, schedule, 150, clean_logits=False
+        )
+        assert found.shape == (2, 150)
+
+    monkeypatch.setattr(indexer_deep_gemm, "deep_gemm", lambda: deep_gemm)
+    (call,) = calls_of(run)
+    make(call, CPU)
+    zeros = [[0, 0, 0]] * 2
+    assert compiled() == [f"logits (1, 64, 1, 132) [[1], [1]] {zeros} [5] 150", "metadata [[1], [1]] 64 132"]
 
 
 def test_processes_make_each_call_once_for_good(compiled: Callable[[], list[str]], tmp_path: Path) -> None:
