@@ -122,8 +122,8 @@ class Ops:
     @property
     def kernels(self) -> frozenset[tuple[str, Callable[..., Any]]]:
         """The bound functions by `family.op`: the same for layers with the same kernels."""
-        bound = {family: vars(found) for family, found in vars(self).items()}
-        return frozenset((f"{family}.{op}", kernel) for family, ops in bound.items() for op, kernel in ops.items())
+        families: dict[str, object] = vars(self)
+        return frozenset((f"{name}.{op}", kernel) for name, ops in families.items() for op, kernel in vars(ops).items())
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"the bound kernels of a layer are frozen; {name} cannot be set")

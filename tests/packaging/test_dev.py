@@ -151,6 +151,41 @@ def test_every_command_is_in_the_help(dev: Any) -> None:
     assert listed == set(dev.COMMANDS)
 
 
+@pytest.mark.parametrize(
+    ("failing", "status", "last"),
+    [
+        ((), 0, "1 passed"),
+        (("types",), 1, "dev: failed: types"),
+        (("lint", "images"), 1, "dev: failed: lint, images"),
+        (("types", "test"), 1, "dev: failed: types, test"),
+        (("test",), 1, "1 failed"),
+    ],
+)
+def test_a_stage_that_failed_is_named_below_the_tests(
+    failing: tuple[str, ...],
+    status: int,
+    last: str,
+    dev: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Green tests printed after a failed stage look like a clean run."""
+
+    def stage(name: str) -> Any:
+        def run(_arguments: list[str], _torch_index: str | None) -> int:
+            if name == "test":
+                print("1 failed" if name in failing else "1 passed")
+            return int(name in failing)
+
+        run.__name__ = name
+        return run
+
+    for name in ("lint", "types", "layers", "images", "test"):
+        monkeypatch.setattr(dev, name, stage(name))
+    assert dev.check([], None) == status
+    assert capsys.readouterr().out.splitlines()[-1] == last
+
+
 def test_continuous_integration_calls_the_same_entry() -> None:
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[-1] == "exec ./dev check --slow"
