@@ -9,9 +9,10 @@ import pytest
 
 from halocline.hal.ops import Ops
 
-PARITY = Path(__file__).resolve().parent.parent / "parity"
-if str(PARITY) not in sys.path:  # importlib mode leaves test folders out
-    sys.path.insert(0, str(PARITY))
+HERE = Path(__file__).resolve().parent
+for place in (HERE, HERE.parent / "parity"):
+    if str(place) not in sys.path:  # importlib mode leaves test folders out
+        sys.path.insert(0, str(place))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halocline.backends_reference.kernels import reference_kernels
-from halocline.engine.request import Phase, Request, RequestUpdate
+from halocline.engine.request import Request, RequestUpdate
 from halocline.engine.sampler import Sampler
 from halocline.hal.errors import MachineError, RequestError
 from halocline.hal.ops import Ops
@@ -102,6 +102,16 @@ def test_without_a_limit_the_output_fills_the_context(make_bench: Make, prompt_o
     full = bench.add(prompt_of(63), max_tokens=1)
     bench.engine.run()
     assert full.output_ids == oracle(prompt_of(63), 1)
+
+
+def test_two_hundred_prompts_together_are_as_one_by_one(make_bench: Make, prompt_of: Prompt, oracle: Oracle) -> None:
+    bench = make_bench(max_requests=12, max_token_pages=40, max_positions=512, max_step_tokens=128)
+    lengths = [1 + (37 * i) % 211 for i in range(200)]
+    requests = [bench.add(prompt_of(length, i % 9), max_tokens=1 + i % 23) for i, length in enumerate(lengths)]
+    bench.engine.run()
+    for i, (length, request) in enumerate(zip(lengths, requests, strict=True)):
+        assert request.output_ids == oracle(prompt_of(length, i % 9), 1 + i % 23)
+    bench.check()
 
 
 # ---- stops --------------------------------------------------------------------------------------------------------
@@ -377,60 +387,3 @@ def test_the_idle_check_finds_a_leak(make_bench: Make, prompt_of: Prompt) -> Non
     bench.engine.groups[0].cache.token_pool.allocate(1)
     with pytest.raises(MachineError, match="a token page is held although nothing runs"):
         bench.check()
-
-
-# ---- reports ------------------------------------------------------------------------------------------------------
-
-
-def test_counts_add_up(make_bench: Make, prompt_of: Prompt) -> None:
-    bench = make_bench(prefix_caching=False, overlap=False)
-    for length in (30, 50, 70):
-        bench.add(prompt_of(length), max_tokens=10)
-    bench.engine.step()
-    assert (bench.engine.stats().unfinished, bench.engine.stats().running) == (3, 2)
-    bench.engine.run()
-    stats = bench.engine.stats()
-    assert (stats.prefill_tokens, stats.decode_tokens, stats.finished) == (150, 27, {"length": 3})
-    assert (stats.unfinished, stats.running, stats.lookups) == (0, 0, 0)
-    used, cached, free = stats.cache.token_pages
-    assert (used, cached, free) == (0, 0, bench.engine.memory.num_token_pages)
-
-
-def test_ill_when_steps_fail_one_after_the_other(make_bench: Make, prompt_of: Prompt) -> None:
-    bench = make_bench()
-    bench.model.broken = True
-    for seed in range(3):
-        assert bench.engine.health().ok
-        bench.add(prompt_of(10, seed), max_tokens=2)
-        bench.engine.run()
-    health = bench.engine.health()
-    assert (health.ok, health.problem) == (False, "the last 3 steps failed")
-    bench.model.broken = False
-    bench.generate(prompt_of(10), max_tokens=2)
-    assert bench.engine.health().ok
-
-
-def test_ill_when_stuck_and_well_when_idle(make_bench: Make, prompt_of: Prompt) -> None:
-    time = [0.0]
-    bench = make_bench(clock=lambda: time[0])
-    time[0] = 1000.0
-    assert bench.engine.health().ok, "nothing to do is no fault"
-    request = bench.add(prompt_of(10), max_tokens=50)
-    assert bench.engine.health().ok
-    bench.engine.step()
-    time[0] += 61.0
-    health = bench.engine.health()
-    assert (health.ok, health.problem) == (False, "1 requests, no step for 61 s")
-    bench.engine.step()
-    assert bench.engine.health().ok
-    assert request.phase is Phase.DECODE
-
-
-def test_two_hundred_prompts_together_are_as_one_by_one(make_bench: Make, prompt_of: Prompt, oracle: Oracle) -> None:
-    bench = make_bench(max_requests=12, max_token_pages=40, max_positions=512, max_step_tokens=128)
-    lengths = [1 + (37 * i) % 211 for i in range(200)]
-    requests = [bench.add(prompt_of(length, i % 9), max_tokens=1 + i % 23) for i, length in enumerate(lengths)]
-    bench.engine.run()
-    for i, (length, request) in enumerate(zip(lengths, requests, strict=True)):
-        assert request.output_ids == oracle(prompt_of(length, i % 9), 1 + i % 23)
-    bench.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from halocline.hal.backend import load_manifests, specs_of
 from halocline.hal.inventory import Inventory, Package
 from halocline.hal.op import KernelSpec
 from halocline.hal.request import KernelRequest
+
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:  # importlib mode leaves test folders out
+    sys.path.insert(0, str(HERE))
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +54,18 @@ def make_spec() -> Callable[..., KernelSpec]:
         return KernelSpec(**{**facts, **changes})
 
     return make
+
+
+@pytest.fixture
+def kernels(make_spec: Callable[..., KernelSpec]) -> tuple[KernelSpec, ...]:
+    """A tuned, a library, a portable kernel, one for the other vendor, and the reference."""
+    return (
+        make_spec("tuned", rank=80, vendor="nvidia", archs=("sm_100",)),
+        make_spec("library", rank=60, vendor="nvidia"),
+        make_spec("portable", rank=20),
+        make_spec("other", rank=70, vendor="amd"),
+        make_spec("reference", rank=0),
+    )
 
 
 @pytest.fixture

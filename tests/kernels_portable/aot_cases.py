@@ -6,13 +6,11 @@ A case is a call of a launcher on tensors without memory; what it would launch i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from isa import IsaRules
+from aot_archs import Arch, Dialect
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 
 from halocline.hal.formats import CacheLayout, RowFormat, cache_layout
 from halocline.kernels_portable.compressor_insert import MOST_ARRIVALS, StepRequests, insert_entries
@@ -46,57 +44,12 @@ from halocline.kernels_portable.stream_mix import MANY_SPLITS, num_mix_splits
 from halocline.kernels_portable.stream_read import read_streams
 from halocline.kernels_portable.stream_write import write_streams
 from halocline.kernels_portable.swiglu import swiglu
-from halocline.kernels_portable.target import Target
 from halocline.kernels_portable.thin_fp8_gemm import thin_fp8_gemm
 from halocline.kernels_portable.thin_gemm import thin_gemm
 from halocline.kernels_portable.window_insert import insert_window
 
-Dialect = Literal["ocp", "fnuz"]
 F32, BF16, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
 EPS = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arch:
-    """An architecture to compile for; the facts are those of `halocline.hal.device` and of the product's profile."""
-
-    compiler: GPUTarget
-    target: Target
-    dialect: Dialect
-    rules: IsaRules | None
-
-    @property
-    def serves_nvidia_libraries(self) -> bool:
-        """Whether kernels that only feed NVIDIA's libraries are launched on it."""
-        return self.compiler.backend == "cuda"
-
-    @property
-    def fp8(self) -> torch.dtype:
-        """Element type of E4M3 tensors on it."""
-        return torch.float8_e4m3fnuz if self.dialect == "fnuz" else torch.float8_e4m3fn
-
-
-KIB = 1024
-ARCHS = {
-    "sm_90": Arch(
-        compiler=GPUTarget("cuda", 90, 32),
-        target=Target(shared_memory=227 * KIB, wave_size=32, num_processors=132),
-        dialect="ocp",
-        rules=None,
-    ),
-    "gfx942": Arch(
-        compiler=GPUTarget("hip", "gfx942", 64),
-        target=Target(shared_memory=64 * KIB, wave_size=64, num_processors=304),
-        dialect="fnuz",
-        rules=IsaRules(lds=64 * KIB, wave_size=64, fp8_mfma="fp8_fp8"),
-    ),
-    "gfx950": Arch(
-        compiler=GPUTarget("hip", "gfx950", 64),
-        target=Target(shared_memory=160 * KIB, wave_size=64, num_processors=256),
-        dialect="ocp",
-        rules=IsaRules(lds=160 * KIB, wave_size=64, fp8_mfma="f8f6f4"),
-    ),
-}
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

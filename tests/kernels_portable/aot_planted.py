@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from aot_cases import BF16, F32, Arch, Case, empty
+from aot_archs import Arch
+from aot_cases import BF16, F32, Case, empty
 from aot_cases import CASES as SOUND_CASES
 
 from halocline.kernels_portable import rms_norm

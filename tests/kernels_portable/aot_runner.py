@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aot_cases import ARCHS, Arch, Case
+from aot_archs import ARCHS, Arch
+from aot_cases import Case
 from isa import faults, read_isa, read_resource_usage
 
 from halocline.kernels_portable.aot import Launch, compile_launch, recorded_launches
