@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from halocline.benchmarks.gpu_criteria_two import TWO_CRITERIA, judge_server
-from halocline.benchmarks.gpu_judging import Criterion, Row, Verdict, find, find_errors, kernel_of, latest, left_out
+from halocline.benchmarks.gpu_criteria_two import TWO_CRITERIA
+from halocline.benchmarks.gpu_judging import (
+    Criterion,
+    Row,
+    Verdict,
+    find,
+    find_errors,
+    judge_server,
+    kernel_of,
+    latest,
+    left_out,
+)
 
 __all__ = ["CRITERIA", "Criterion", "Verdict", "find", "latest", "verdicts"]
 

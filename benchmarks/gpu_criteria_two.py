@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from halocline.benchmarks.gpu_judging import Criterion, Row, find, find_errors, kernel_of, left_out
+from halocline.benchmarks.gpu_judging import Criterion, Judge, Row, find, find_errors, judge_server, kernel_of, left_out
 
-__all__ = ["TWO_CRITERIA", "judge_server"]
+__all__ = ["TWO_CRITERIA"]
 
 _SHARES = {1: 0.25, 32: 0.45, 128: 0.45}
 _LAYERS = 43
 _SCORE_GAP, _LEAST_P, _SAME = 0.02, 0.05, 0.98
 _ROW_BYTES = 8 << 10
 _LEFT_OUT = ("parity.left_out", "override.left_out")  # by one process, so that these ranks have to show it
-
-Judge = Callable[[Sequence[Row]], tuple[bool | None, str]]
 
 
 def _smoke(rows: Sequence[Row]) -> tuple[bool | None, str]:
@@ -86,23 +84,6 @@ def _generate(rows: Sequence[Row]) -> tuple[bool | None, str]:
     row = found[-1]
     asked, layers = row["params"]["asked"], row["params"]["layers"]
     return row["value"] == asked and not broken, f"{row['value']} of {asked} tokens, {layers} layers"
-
-
-def judge_server(part: str, least_layers: int) -> Judge:
-    """Whether a server of so many layers answered and left nobody behind; `part` is the name of its rows."""
-
-    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
-        found, broken = find(rows, f"{part}.ready"), find_errors(rows, part)
-        if not found:
-            return (False, str(broken[-1]["value"])[:120]) if broken else (None, "")
-        ended, rates = find(rows, f"{part}.ended"), find(rows, f"{part}.rate")
-        said = f"{found[-1]['params']['layers']} layers ready in {found[-1]['value']} s"
-        said += "".join(f"; {row['params']['at_once']} at once: {row['value']} tokens/s" for row in rates)
-        drained = bool(ended) and ended[-1]["value"]["status"] == 0 and not ended[-1]["params"]["left"]
-        deep = found[-1]["params"]["layers"] >= least_layers
-        return drained and bool(rates) and deep and not broken, f"{said}; drained with nobody left: {drained}"
-
-    return judge
 
 
 TWO_CRITERIA = (

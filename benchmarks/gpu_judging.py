@@ -6,9 +6,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Criterion", "Row", "Verdict", "find", "find_errors", "kernel_of", "latest", "left_out"]
+__all__ = [
+    "Criterion",
+    "Judge",
+    "Row",
+    "Verdict",
+    "find",
+    "find_errors",
+    "judge_server",
+    "kernel_of",
+    "latest",
+    "left_out",
+]
 
 Row = dict[str, Any]
+Judge = Callable[[Sequence[Row]], tuple[bool | None, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +43,7 @@ class Criterion:
     """A line and its judge, which gets the rows and returns whether it holds and the figures."""
 
     line: str
-    judge: Callable[[Sequence[Row]], tuple[bool | None, str]]
+    judge: Judge
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
@@ -82,3 +94,20 @@ def kernel_of(row: Row) -> str:
 def left_out(rows: Sequence[Row], *names: str) -> list[str]:
     """Kernels that rows of these names say one process could not show."""
     return list(dict.fromkeys(kernel_of(row) for name in names for row in find(rows, name)))
+
+
+def judge_server(part: str, least_layers: int) -> Judge:
+    """Whether a server of so many layers answered and left nobody behind; `part` is the name of its rows."""
+
+    def judge(rows: Sequence[Row]) -> tuple[bool | None, str]:
+        found, broken = find(rows, f"{part}.ready"), find_errors(rows, part)
+        if not found:
+            return (False, str(broken[-1]["value"])[:120]) if broken else (None, "")
+        ended, rates = find(rows, f"{part}.ended"), find(rows, f"{part}.rate")
+        said = f"{found[-1]['params']['layers']} layers ready in {found[-1]['value']} s"
+        said += "".join(f"; {row['params']['at_once']} at once: {row['value']} tokens/s" for row in rates)
+        drained = bool(ended) and ended[-1]["value"]["status"] == 0 and not ended[-1]["params"]["left"]
+        deep = found[-1]["params"]["layers"] >= least_layers
+        return drained and bool(rates) and deep and not broken, f"{said}; drained with nobody left: {drained}"
+
+    return judge

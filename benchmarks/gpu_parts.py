@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--caches", default="warm", help="how the kernel caches are, in the rows of start")
     parser.add_argument("--tool", default="memcheck", help="of compute-sanitizer")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=[], help="ways to spread a model over two ranks")
-    parser.add_argument("--folder", type=Path, help="beside which models are written that are served")
+    parser.add_argument("--folder", type=Path, help="in which models are written that are served; else in main memory")
     parser.add_argument("--tests", nargs="*", default=[], metavar="PYTEST", help="handed to pytest")
     options = parser.parse_args(list(arguments))
     options.sizes = TINY if options.tiny else FULL

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from halocline.benchmarks.gpu_models import model_folder, write_model
 from halocline.benchmarks.gpu_progress import telling_of_kernels
-from halocline.benchmarks.gpu_server import Server
-from halocline.benchmarks.gpu_two_serve import ask, end, folder_of, served, write_model
+from halocline.benchmarks.gpu_server import Server, ask, end, served, wait_and_tell
 
 if TYPE_CHECKING:
     from halocline.benchmarks.gpu_rows import Rows
@@ -34,7 +34,7 @@ _METRICS = ("request_throughput", "output_token_throughput", "time_to_first_toke
 
 def serve(rows: Rows, options: argparse.Namespace) -> None:
     """`make-model`, `serve`, completions alone and together, `bench serve`, and the server's end; nobody is left."""
-    tiny, folder = options.tiny, folder_of(options).with_name("halocline-one")
+    tiny, folder = options.tiny, model_folder(options, "halocline-one")
     asked = options.layers or (_TINY_LAYERS if tiny else _LAYERS)
     workers = _TINY_WORKERS if tiny else _WORKERS
     more = ["--max-context", str(_TINY_CONTEXT if tiny else _CONTEXT)]
@@ -43,9 +43,7 @@ def serve(rows: Rows, options: argparse.Namespace) -> None:
         try:
             params = {"layers": write_model(rows, options, folder, asked, workers=workers, part="serve_make")}
             with telling_of_kernels(), served(folder, more, gpus=1) as server:
-                table = server.wait_until_ready()
-                rows.add("serve.ready", server.seconds_to_ready, "s", params=params)
-                rows.add("serve.where", table, "s to each line of the log", params=params)
+                wait_and_tell(rows, server, params, part="serve")
                 ask(rows, server, params, _TINY_TOKENS if tiny else _TOKENS, part="serve")
                 _load(rows, server, params, options.out / "bench-serve.json", _TINY_LOAD if tiny else _LOAD)
                 end(rows, server, params, part="serve")

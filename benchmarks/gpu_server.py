@@ -1,4 +1,4 @@
-"""A server as an operator starts it, for a part of a GPU session: its log by the second, its API, its end."""
+"""A server as an operator starts it, for parts of a GPU session: its log by the second, its answers, its end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Server", "family_of"]
+if TYPE_CHECKING:
+    from halocline.benchmarks.gpu_rows import Rows
+
+__all__ = ["Server", "ask", "end", "family_of", "served", "wait_and_tell"]
 
 _READY_SECONDS, _ANSWER_SECONDS, _DRAIN_SECONDS = 280.0, 120.0, 30.0
 _LINE = 160
@@ -130,6 +134,88 @@ class Server:
                 continue
         self.process.wait()
         self._reader.join(5)
+
+
+@contextmanager
+def served(folder: Path, more: Sequence[str], *, gpus: int) -> Iterator[Server]:
+    """A server of the model in a folder; whatever is left of it is ended at the end."""
+    command = [sys.executable, "-m", "halocline", "serve", "--model", str(folder), "--gpus", str(gpus), *more]
+    server = Server(command)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def wait_and_tell(rows: Rows, server: Server, params: dict[str, Any], *, part: str) -> None:
+    """Waits until a server takes requests.
+
+    Args:
+        rows: Take `PART.ready` and `PART.where`.
+        server: Started.
+        params: Of the rows.
+        part: Name in the rows.
+
+    Raises:
+        RuntimeError: If it ends before, or takes too long.
+    """
+    table = server.wait_until_ready()
+    rows.add(f"{part}.ready", server.seconds_to_ready, "s", params=params)
+    rows.add(f"{part}.where", table, "s to each line of the log", params=params)
+
+
+def ask(rows: Rows, server: Server, params: dict[str, Any], tokens: int, *, part: str) -> None:
+    """Greedy completions alone and eight at a time; a first one before, which is not timed.
+
+    Args:
+        rows: Take `PART.first_token`, `PART.rate` and `PART.same`.
+        server: Ready.
+        params: Of the rows.
+        tokens: Of each answer.
+        part: Name in the rows.
+
+    Raises:
+        RuntimeError: If an answer has fewer.
+    """
+    prompts = [f"{number} halocline: fresh above, salt below. " * 8 for number in range(8)]
+    server.complete(prompts[0], tokens=4)
+    one = server.complete(prompts[0], tokens=1)
+    alone = server.complete(prompts[0], tokens=tokens)
+    rate = round((alone["tokens"] - 1) / max(alone["seconds"] - one["seconds"], 1e-6), 1)
+    rows.add(f"{part}.first_token", one["seconds"], "s", params={**params, "at_once": 1, "tokens": one["tokens"]})
+    asked = {**params, "at_once": 1, "tokens": alone["tokens"]}
+    rows.add(f"{part}.rate", rate, "tokens/s after the first", params=asked)
+    begun = time.monotonic()
+    together = server.complete_together(prompts, tokens=tokens)
+    seconds = time.monotonic() - begun
+    count = sum(answer["tokens"] for answer in together)
+    asked = {**params, "at_once": len(prompts), "tokens": count}
+    rows.add(f"{part}.rate", round(count / seconds, 1), "tokens/s of all", params=asked)
+    rows.add(f"{part}.same", together[0]["text"] == alone["text"], "bool", params={**params, "compared": 1})
+    if count != len(prompts) * tokens or alone["tokens"] != tokens:
+        raise RuntimeError(
+            f"{count} tokens of {len(prompts)} requests, {alone['tokens']} of one; {tokens} were asked for"
+        )
+
+
+def end(rows: Rows, server: Server, params: dict[str, Any], *, part: str) -> None:
+    """Drains a server and looks who is left of its processes.
+
+    Args:
+        rows: Take `PART.ended`.
+        server: Nobody waits for it.
+        params: Of the row.
+        part: Name in the rows.
+
+    Raises:
+        RuntimeError: If it ends badly or leaves processes.
+    """
+    family = family_of(server.process.pid)
+    ended = server.drain()
+    left = [pid for pid in family if Path(f"/proc/{pid}").exists()]
+    rows.add(f"{part}.ended", ended, "status and seconds", params={**params, "left": left})
+    if ended["status"] != 0 or left:
+        raise RuntimeError(f"the server ended with {ended['status']}, processes left: {left}")
 
 
 def family_of(pid: int) -> list[int]:

@@ -194,7 +194,10 @@ class _Target:
                 elif event["choices"] and (event["choices"][0].get("token_ids") or event["choices"][0]["text"]):
                     times.append(time.perf_counter())
             if not times:
-                record.error = f"no text and no token ids came; {self._workload.output_tokens} tokens were asked for"
+                record.error = (
+                    f"{self._workload.output_tokens} tokens were asked for, no text and no token ids came; "
+                    "choose a model that answers in text, or a server with return_token_ids"
+                )
         finally:
             record.times = times
             writer.close()

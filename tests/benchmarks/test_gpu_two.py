@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from halocline.benchmarks import gpu_two_serve
+from halocline.benchmarks import gpu_models
 from halocline.benchmarks.gpu_criteria import verdicts
 from halocline.benchmarks.gpu_ranks import MODES, _without_modes
 from halocline.benchmarks.gpu_results import shared_facts
@@ -175,11 +175,11 @@ def test_writers_stand_still_while_memory_grows(monkeypatch: pytest.MonkeyPatch)
     """All but three of a process's family; they go on when memory is there, and while it is not, now and then."""
     told: list[tuple[tuple[int, ...], str]] = []
     free = iter([0, 0, 0, 1 << 40])
-    monkeypatch.setattr(gpu_two_serve, "family_of", lambda _pid: [1, 2, 3, 4, 5])
-    monkeypatch.setattr(gpu_two_serve, "_tell", lambda pids, number: told.append((tuple(pids), number.name)))
-    monkeypatch.setattr(gpu_two_serve, "_free_memory", lambda: next(free, 1 << 40))
+    monkeypatch.setattr(gpu_models, "family_of", lambda _pid: [1, 2, 3, 4, 5])
+    monkeypatch.setattr(gpu_models, "_tell", lambda pids, number: told.append((tuple(pids), number.name)))
+    monkeypatch.setattr(gpu_models, "_free_memory", lambda: next(free, 1 << 40))
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5)"]) as process:
-        still = gpu_two_serve._write_as_memory_grows(process)
+        still = gpu_models._write_as_memory_grows(process)
     assert told == [((4, 5), "SIGSTOP"), ((4, 5), "SIGCONT")]
     assert 0 < still < 0.5
 

@@ -106,7 +106,10 @@ def test_tokens_count_that_bring_no_text_and_no_token_is_an_error() -> None:
 
     told, silent = asyncio.run(measure())
     assert (len(told.times), told.output_tokens, told.error) == (3, 4, None)
-    assert silent.error == "no text and no token ids came; 4 tokens were asked for"
+    assert silent.error == (
+        "4 tokens were asked for, no text and no token ids came; "
+        "choose a model that answers in text, or a server with return_token_ids"
+    )
 
 
 def test_errors_are_counted_and_told(live: Any, capsys: pytest.CaptureFixture[str]) -> None:
