@@ -19,6 +19,7 @@ from halocline.benchmarks.gpu_tables import tables, verdict_lines
 
 __all__ = ["main", "shared_facts"]
 
+_SHARED = ("device", "commit", "versions")
 _KEPT = ("name", "params", "value", "unit", "roof", "share")
 
 
@@ -45,6 +46,24 @@ def shared_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return facts
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a call, or those of a kept file with its device, versions and commit in each.
+
+    Raises:
+        ValueError: If the file has none.
+    """
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        found = [{**{name: kept[name] for name in _SHARED}, **row} for row in kept["rows"]]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; name the rows.jsonl of a call") from error
+    except (ValueError, KeyError, TypeError):  # a line for each row
+        found = [row for row in read_rows(path) if row.keys() >= {*_KEPT, *_SHARED}]
+    if not found:
+        raise ValueError(f"{path} has no row; name the rows.jsonl of a call, or a file that --out has written")
+    return found
+
+
 def _keep(rows: Sequence[dict[str, Any]], path: Path) -> int:
     kept = [{key: row[key] for key in _KEPT} for row in latest(rows) if _is_quoted(row)]
     for row in kept:
@@ -60,17 +79,18 @@ def _keep(rows: Sequence[dict[str, Any]], path: Path) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints verdicts and tables and writes the file; 1 if a line does not hold or was not run."""
+    """Prints verdicts and tables and writes the file; 1 if a line does not hold or was not run, 2 for unfit rows."""
     parser = argparse.ArgumentParser(prog="./dev bench gpu_results", description=__doc__)
-    parser.add_argument("rows", type=Path, nargs="+", help="rows.jsonl of the calls, in their order")
+    parser.add_argument("rows", type=Path, nargs="+", help="rows.jsonl of the calls, in their order, or kept files")
     parser.add_argument("--out", type=Path, help="file of rows to keep, benchmarks/results/DEVICE/COMMIT.json")
     parser.add_argument("--markdown", type=Path, help="file for verdicts and tables, beside the terminal")
     options = parser.parse_args(list(arguments))
-    rows = [row for path in options.rows for row in read_rows(path)]
-    if not rows:
-        sys.stderr.write("gpu_results: there is no row\n")
+    try:
+        rows = [row for path in options.rows for row in _read(path)]
+        facts = shared_facts(rows)
+    except ValueError as error:
+        sys.stderr.write(f"gpu_results: {error}\n")
         return 2
-    facts = shared_facts(rows)
     found = verdicts(rows)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     text = f"{facts['device']}, commit {facts['commit']}, {versions}\n\n{verdict_lines(found)}"

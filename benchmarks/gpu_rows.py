@@ -125,10 +125,12 @@ def _device() -> str:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a file; a last line that was cut off is left out."""
-    found = []
+    found: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if isinstance(row, dict):
+            found.append(row)
     return found

@@ -12,6 +12,8 @@ from halocline.benchmarks import gpu_results
 from halocline.benchmarks.gpu_criteria import CRITERIA, latest, verdicts
 from halocline.benchmarks.gpu_tables import tables
 
+ROOT = Path(__file__).resolve().parents[2]
+README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "results" / "h200"
 FLASH: dict[str, Any] = {"kernels": "default", "model": "flash", "layers": 8}
 GRADED: dict[str, Any] = {"graphs": True, "suite": "graded", "items": 326, "compared": 326, "apart": []}
 
@@ -331,7 +333,53 @@ def test_a_line_that_was_not_run_is_no_success(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"commit": "d"}, {"device": "cpu"}, {"versions": {"python": "3.11.7"}}])
-def test_rows_that_do_not_belong_together_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_rows_that_do_not_belong_together_are_refused(
+    tmp_path: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [parity("triton"), {**parity("deep_gemm"), **change}]
-    with pytest.raises(ValueError, match="keep them apart"):
-        gpu_results.main([written(tmp_path / "1", rows)])
+    assert gpu_results.main([written(tmp_path / "1", rows)]) == 2
+    assert "keep them apart" in capsys.readouterr().err
+
+
+def test_a_kept_file_says_again_what_its_rows_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls, kept = written(tmp_path / "1", good()), tmp_path / "c.json"
+    assert gpu_results.main([calls, "--out", str(kept)]) == 0
+    said, _, count = capsys.readouterr().out.rpartition("\n\n")
+    assert f" of {len(good())} rows in {kept}" in count
+    assert gpu_results.main([str(kept)]) == 0
+
+    def words(text: str) -> list[list[str]]:  # kept rows are sorted
+        return sorted(sorted(line.replace(",", "").split()) for line in text.splitlines() if line)
+
+    assert words(capsys.readouterr().out) == words(said)
+
+
+def test_what_readme_quotes_of_one_device_passes_every_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows that were taken on the device, judged by the lines of today."""
+    passed: set[str] = set()
+    for commit in ("8536f1e", "3a37ea7"):
+        assert f"`{commit}`" in README.read_text(encoding="utf-8")
+        gpu_results.main([str(RESULTS / f"{commit}.json")])
+        verdicts = [row.split("|")[1:3] for row in capsys.readouterr().out.splitlines() if row.startswith("| ")]
+        assert not [line for mark, line in verdicts if mark.strip() == "FAIL"]
+        passed |= {line.strip() for mark, line in verdicts if mark.strip() == "pass"}
+    assert {one.line for one in CRITERIA if not one.line.startswith("two GPUs")} <= passed
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ("", "has no row; name the rows.jsonl"),
+        ('{"rows": []}', "has no row; name the rows.jsonl"),
+        ('{"name": "decode.step"}\n[1]\n', "has no row; name the rows.jsonl"),
+    ],
+)
+def test_a_file_without_rows_is_refused(
+    tmp_path: Path, text: str | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert gpu_results.main([str(path)]) == 2
+    assert message in capsys.readouterr().err
