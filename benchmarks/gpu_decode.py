@@ -49,7 +49,7 @@ def _machine(rows: Rows, options: argparse.Namespace) -> None:
 
     times = device_clock.milliseconds(copy, rounds=options.sizes.rounds)
     copied = 2 * size / device_clock.median(times) / 1e9
-    rows.add("machine.copy", round(copied, 3), "TB/s", roof=H200.bandwidth / 1e12)
+    rows.add("machine.copy", _four_digits(copied), "TB/s", roof=H200.bandwidth / 1e12)
     a, b, out = (torch.randn(lanes, lanes, dtype=torch.bfloat16, device=device) for _ in range(3))
 
     def multiply() -> None:
@@ -57,7 +57,12 @@ def _machine(rows: Rows, options: argparse.Namespace) -> None:
 
     times = device_clock.milliseconds(multiply, rounds=5)
     rate = 2 * lanes**3 / device_clock.median(times) / 1e9
-    rows.add("machine.bf16", round(rate, 1), "TFLOP/s", roof=H200.bf16 / 1e12)
+    rows.add("machine.bf16", _four_digits(rate), "TFLOP/s", roof=H200.bf16 / 1e12)
+
+
+def _four_digits(rate: float) -> float:
+    """A rate rounded by its digits, as a slow machine's would be 0 by decimals."""
+    return float(f"{rate:.4g}")
 
 
 def _model_of(options: argparse.Namespace) -> tuple[str, DeepseekV4Config]:
